@@ -86,10 +86,6 @@ class NodeContext:
             name = next(iter(self._before_next_event))
             self._before_next_event.pop(name)()
 
-    def is_stale(self, last_used: float) -> bool:
-        """Whether `last_used` is older than `max_hold_s`: then no running pull still needs it."""
-        return self.now - last_used > self.settings.max_hold_s
-
     def pop_effects(self) -> list[Effect]:
         """Return the effects since the last call, in order."""
         effects, self._effects = self._effects, []

@@ -43,12 +43,11 @@ from kvxferd.core.events import (
 )
 from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.reassembly_memory import ReassemblyMemory
-from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES
+from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES, RANKS
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.peers import Peer, Peers
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.peers.routes import PeerRoutes
-from kvxferd.core.ranks.changes import RankChange
 from kvxferd.core.ranks.chunk_memory import ChunkMemory
 from kvxferd.core.ranks.home import Home
 from kvxferd.core.ranks.local_ranks import LocalRanks
@@ -57,7 +56,7 @@ from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import Disownable, Owners
 from kvxferd.core.ranks.placements import record_placement, record_transports
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.rank import LocalRank, RankRecord, RankState
+from kvxferd.core.ranks.rank import LocalRank, RankChange, RankRecord, RankState
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.settings import Settings
@@ -70,7 +69,6 @@ from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.fence_pages import FencePages
 from kvxferd.core.source.grants import GrantServer
 from kvxferd.core.source.manifests import HandshakeServer
-from kvxferd.core.source.member_reports import MemberReports
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.core.source.rank_reports import RankReports
 from kvxferd.core.source.waiting import PollingOf, WaitingRequests
@@ -85,7 +83,7 @@ from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionI
 from kvxferd.records import EngineSnapshot, LimitSnapshot, NodeSnapshot
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import negotiate_version
-from kvxferd.wire.common import Refusal
+from kvxferd.wire.common import FdBatch, Refusal
 from kvxferd.wire.endpoint import key_of, parse_endpoint
 from kvxferd.wire.mover import (
     BindRefused,
@@ -163,18 +161,18 @@ class Node:
         )
         self.sessions: dict[SessionId, Session] = {}
         self.owners = Owners(self.context)
-        self.registry = Registry(endpoint, self.owners)
+        self.registry = Registry(self.context, self.owners)
         self.reassembly_memory = ReassemblyMemory(self.context.ledger, self.registry.user_has_rank)
         self.movers = Movers(self.context, self._detach_mover, self._is_mover_needed)
         self.chunk_memory = ChunkMemory(self.context, self.context.settings.limits.staging_bytes)
-        self.fence_pages = FencePages(self.context, self.registry)
+        self.fence_pages = FencePages(self.context, self.registry, self.sessions)
         self.peer_requests = PeerRequests(self.context, self._request_settled)
         layout_cache = self.layouts = LayoutCache()
         self.peer_routes = PeerRoutes()
         self.peers = Peers(self.context, self.peer_requests)
         self.handshake_client = HandshakeClient(self.context, self.peers, self.peer_requests, layout_cache)
         self.poll_requests = PollRequests(self.context, self._request_polling)
-        self.rank_reports = RankReports(self.context, self.registry)
+        self.rank_reports = RankReports(self.context, self.registry, self.sessions)
         self.waiting = WaitingRequests(self.context, self.poll_requests)
         self.published = PublishedTransfers(
             self.context, self.registry, self.poll_requests, self.peer_requests, self.waiting
@@ -198,7 +196,6 @@ class Node:
             self._engine_changed,
             self.poll_requests,
         )
-        self.member_reports = MemberReports(self.context, self.home, self.published)
         self.member = Member(self.context, self.registry, self.peers, self.peer_requests, self.poll_requests)
         self.member.on_joined = self._rank_joined
         self.grant_client = GrantClient(
@@ -279,7 +276,7 @@ class Node:
         limits, ledger = self.context.settings.limits, self.context.ledger
         used = {
             "max_sessions": len(self.sessions),
-            "max_ranks": self.registry.num_ranks_by_user().total(),
+            "max_ranks": ledger[RANKS].held,
             "max_transfers_per_engine": self.published.table.most_of_engine,
             "max_pulls_per_rank": self.pulls.most_of_rank,
             "max_inflight_bytes": ledger[INFLIGHT_BYTES].held,
@@ -340,7 +337,8 @@ class Node:
         """Yield what everything that is kept here is counted for."""
         parts = (
             self.published.table, self.published.announced, self.published.ended, self.waiting, self.home,
-            self.owners, self.pulls, self.prepared, self.peers, self.worker_requests, self.grant_client.plans,
+            self.owners, self.registry, self.pulls, self.prepared, self.peers, self.worker_requests,
+            self.grant_client.plans,
         )  # fmt: skip
         for part in parts:
             yield from part.charges()
@@ -470,6 +468,8 @@ class Node:
                 self.local_ranks.resident_mover_started(session)
             case MoverAcknowledged():
                 self.local_ranks.mover_acknowledged(session, message)
+            case FdBatch():
+                pass  # the shell keeps its descriptors
             case _:
                 self.worker_requests.handle(session, message, event.fence_word)
 
@@ -488,17 +488,14 @@ class Node:
         self.published.session_closed(session_id)
         self.local_ranks.session_closed(session)
         self.fence_pages.remove_session(session_id)
-        if session.attached is not None:
-            self.rank_reports.remove(session_id, session.attached)
         if engine is not None:  # else nothing waited for it
             self._engine_changed(engine.engine_id)
 
     def _attach(self, session: Session, message: Attach) -> None:
         registered = self.local_ranks.attach(session, message)
-        assert session.attached is not None
         self.fence_pages.create(session)
-        self.fence_pages.assign(session.attached, session)
-        self.rank_reports.add(session, session.attached)
+        self.fence_pages.assign(session)
+        self.rank_reports.report_all(session)
         self.context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
 
     def _rank_changed(self, change: RankChange, rank: RankRecord) -> None:
@@ -506,18 +503,16 @@ class Node:
         key = rank.spec.key
         if change in (RankChange.REGISTERED, RankChange.MAPPED):
             self.published.rank_mapped(rank)
-            self.rank_reports.report_mapping(key, rank.spec.rank, rank.incarnation)
+            self.rank_reports.report_rank(rank)
         if change in (RankChange.VOID, RankChange.GONE):
             self.published.rank_lost(key, Code.RANK_LOST)
         if not isinstance(rank, LocalRank):
             return
         match change:
             case RankChange.REGISTERED:
-                session = self.sessions[rank.session]
-                self.rank_reports.add(session, key)
-                self.fence_pages.create(session)
+                self.fence_pages.create(self.sessions[rank.session])
             case RankChange.READY:
-                self.fence_pages.assign(key, self.sessions[rank.session])
+                self.fence_pages.assign(self.sessions[rank.session])
                 self.pulls.advance_all(rank)
             case RankChange.ASLEEP:
                 self.published.rank_suspended(rank)
@@ -526,7 +521,6 @@ class Node:
                 )
             case RankChange.GONE:
                 self.pulls.rank_gone(rank)
-                self.rank_reports.remove(rank.session, key)
 
     # --- movers
 
@@ -608,7 +602,6 @@ class Node:
         self.fence_pages.remove_mover(mover.mover_id)
         if mover.state is not MoverState.RETIRED:  # peers read on from a retired one, and it polls for them
             self.poll_requests.forget(mover.agent)
-        self.member.mover_gone(mover.agent)
         if self._rank_of(mover) is not None:
             self.local_ranks.mover_left(self.sessions[mover.session], mover)
 
@@ -653,7 +646,7 @@ class Node:
 
     def _engine_changed(self, engine_id: EngineId) -> None:
         """Reconsider all that waits for any generation of the engine."""
-        self.fence_pages.reassign(engine_id, self.sessions)
+        self.fence_pages.reassign(engine_id)
         self.waiting.wake(engine_id)
         self.member.reply_to_polling_requests()
 
@@ -725,7 +718,8 @@ class Node:
             case LeaveRank():
                 self.home.leave(route, message, key)
             case RankReady():
-                self.member_reports.rank_ready(route, message, key)
+                if member := self.home.reporting_member(route, message, key):
+                    self.published.member_ready(route, member, message)
             case _:
                 self.peer_requests.handle_inbound_reply(route, message, key)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
@@ -21,21 +22,19 @@ from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.prepared import PreparedGrants
 from kvxferd.core.sink.pull import Pull
 from kvxferd.core.sink.pulls import Pulls
-from kvxferd.core.source.announced import Report
+from kvxferd.core.source.announced import report_of
 from kvxferd.core.source.publishing import PublishedTransfers
-from kvxferd.core.source.transfer_table import ALL_TOKENS
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import Ticket, TransferId
 from kvxferd.layout import BlocksByGroup
 from kvxferd.plan import check_blocks_by
 from kvxferd.wire.codec import negotiate_version
-from kvxferd.wire.common import BlockIds, FdBatch, TransferRef
+from kvxferd.wire.common import BlockIds, TransferRef
 from kvxferd.wire.endpoint import parse_endpoint
 from kvxferd.wire.limits import (
     FENCE_SLOTS,
     FENCE_WORD_BYTES,
     MAX_DELIVERED_BY_MOVER,
-    MAX_GROUPS_PER_REQUEST,
     MAX_NAME_CHARS,
 )
 from kvxferd.wire.peer import AbandonTransfer, Consumer
@@ -43,54 +42,40 @@ from kvxferd.wire.traceparent import read_traceparent
 from kvxferd.wire.worker import (
     WORKER_VERSIONS,
     Abandon,
-    Attach,
     Cancel,
-    ClientMessage,
     DeliveredByMover,
     Hello,
-    MoverAcknowledged,
-    NewMover,
     Prepare,
     Publish,
     PullRequest,
     PullsResumed,
     Ready,
-    Register,
-    Resume,
-    Suspend,
     Unpublish,
     Welcome,
 )
+
+TransferMessage = (
+    BlockIds | Publish | Ready | Unpublish | Prepare | PullRequest | Cancel | DeliveredByMover | PullsResumed
+    | Abandon
+)  # fmt: skip
 
 MAX_ABANDONING = 1024  # of a session, whose source has not replied
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
 
 
+@dataclass(eq=False, repr=False)
 class WorkerRequests:
     """Checks the requests of a session, and passes them to the part that handles them."""
 
-    def __init__(
-        self,
-        context: NodeContext,
-        registry: Registry,
-        published: PublishedTransfers,
-        grant_client: GrantClient,
-        prepared: PreparedGrants,
-        pulls: Pulls,
-        peers: Peers,
-        peer_requests: PeerRequests,
-        member: Member,
-    ) -> None:
-        self._context = context
-        self._registry = registry
-        self._published = published
-        self._grant_client = grant_client
-        self._prepared = prepared
-        self._pulls = pulls
-        self._peers = peers
-        self._peer_requests = peer_requests
-        self._member = member
-        self._abandoning_share = context.ledger[ABANDONED_TRANSFERS]
+    _context: NodeContext
+    _registry: Registry
+    _published: PublishedTransfers
+    _grant_client: GrantClient
+    _prepared: PreparedGrants
+    _pulls: Pulls
+    _peers: Peers
+    _peer_requests: PeerRequests
+    _member: Member
 
     def welcome(self, session: Session, message: Hello) -> None:
         """Agree on a version. Raises ProtocolError where there is none."""
@@ -99,7 +84,7 @@ class WorkerRequests:
         welcome = Welcome(version=version, boot_id=self._context.boot, lease_s=self._context.settings.lease_s)
         self._context.emit(SendToWorker(session.session_id, welcome))
 
-    def handle(self, session: Session, message: ClientMessage, fence_word: bytes) -> None:
+    def handle(self, session: Session, message: TransferMessage, fence_word: bytes) -> None:
         """Handle a request that the session may send. Raises ProtocolError, which ends the session.
 
         Raises KvxferdError for a publish or a pull that is refused.
@@ -128,11 +113,6 @@ class WorkerRequests:
                 self._pulls.resume_interrupted(session.local_rank, message)
             case Abandon():
                 self._abandon(session, message.ref)
-            case (
-                Hello() | FdBatch() | Register() | Attach() | Suspend() | Resume() | NewMover()
-                | MoverAcknowledged()
-            ):  # fmt: skip
-                raise AssertionError(f"{type(message).__name__} is not about a transfer")
             case _:
                 assert_never(message)
 
@@ -144,7 +124,6 @@ class WorkerRequests:
     # --- the source's side
 
     def _publish(self, session: Session, message: Publish, fence_word: bytes) -> None:
-        _check_groups(message.blocks)
         blocks, engine = session.assembly.complete(message.blocks, message.stream), session.engine
         assert engine is not None
         problem = ""
@@ -157,9 +136,6 @@ class WorkerRequests:
             problem = f"fence slot {message.fence_slot} holds no word; write 16 random bytes there first"
         elif not (0 < len(message.transfer_id) <= MAX_NAME_CHARS):
             problem = f"the transfer id must have 1 to {MAX_NAME_CHARS} characters"
-        elif len(message.nonce) > MAX_NAME_CHARS:
-            # The nonce is kept with the transfer and its tombstone, and no reference could carry this one.
-            problem = f"its nonce has {len(message.nonce)} characters; give 32 random hex digits"
         if problem:
             text = f"cannot publish transfer {message.transfer_id[:80]}: {problem}"
             raise EngineError(text, Code.OUT_OF_PLACE)
@@ -170,7 +146,6 @@ class WorkerRequests:
         self._published.unpublish(session.session_id, session.engine, transfer_id)
 
     def _ready(self, session: Session, message: Ready) -> None:
-        _check_groups(message.blocks)
         try:
             blocks = session.assembly.complete(message.blocks, message.stream)
         except BusyError:
@@ -186,23 +161,16 @@ class WorkerRequests:
         rank = session.rank
         if rank is None:
             raise ProtocolError("cannot take ready: this connection is not a rank", Code.OUT_OF_PLACE)
-        if message.ready_tokens < -1:
-            raise ProtocolError(f"cannot take {message.ready_tokens} tokens as ready", Code.BLOCKS_INVALID)
-        if len(message.transfer_id) > MAX_NAME_CHARS or len(message.incarnation) > MAX_NAME_CHARS:
-            return  # no publish can have that name, no rank that incarnation
         if not message.incarnation:
             raise ProtocolError("cannot take ready without the incarnation of the rank's memory")
         if self._registry.is_home(rank.spec):
-            num_tokens = ALL_TOKENS if message.ready_tokens < 0 else message.ready_tokens
-            report = Report(message.incarnation, num_tokens)
-            self._published.rank_ready(rank, message.transfer_id, report)
+            self._published.rank_ready(rank, message.transfer_id, report_of(message))
         else:
             self._member.report_ready(rank, message.incarnation, message.transfer_id, message.ready_tokens)
 
     # --- the sink's side
 
     def _pull(self, session: Session, message: PullRequest) -> None:
-        _check_groups(message.blocks)
         if self._pulls.find(session.session_id, message.ticket) is not None:
             raise ProtocolError(f"cannot take ticket {message.ticket}: its last pull has not ended")
         blocks = session.assembly.complete(message.blocks, message.stream)
@@ -245,13 +213,6 @@ class WorkerRequests:
 
     def _parse_ref(self, ref: TransferRef) -> TransferRef:
         """Return the reference with its endpoint in the normal form, checked: it came over a router."""
-        for name in (ref.engine_id, ref.generation, ref.transfer_id, ref.nonce):
-            if len(name) > MAX_NAME_CHARS:
-                raise EngineError(
-                    f"cannot use a reference that has a name of {len(name)} characters: "
-                    f"{MAX_NAME_CHARS} is the limit",
-                    Code.TRANSFER_UNKNOWN,
-                )
         endpoint = parse_endpoint(ref.endpoint)
         if endpoint != self._context.endpoint:
             self._context.allowlist.check(endpoint)
@@ -276,7 +237,7 @@ class WorkerRequests:
         self._pulls.cancel_transfer(rank, ref)
         if ref in session.abandoning or len(session.abandoning) >= MAX_ABANDONING:
             return
-        if not self._abandoning_share.acquire(session.uid):
+        if not self._context.ledger[ABANDONED_TRANSFERS].acquire(session.uid):
             return
         session.abandoning.add(ref)
         spec = rank.spec
@@ -289,7 +250,7 @@ class WorkerRequests:
     def abandon_answered(self, session: Session, ref: TransferRef) -> None:
         """Count an abandoned transfer no more: its source knows, or is given up."""
         session.abandoning.discard(ref)
-        self._abandoning_share.release(session.uid)
+        self._context.ledger[ABANDONED_TRANSFERS].release(session.uid)
 
     def charges(self) -> Iterator[Charge]:
         """Yield what the abandonments are counted for whose source has not replied."""
@@ -301,10 +262,3 @@ class WorkerRequests:
         """End the session's prepared grants, and drop its parts of block lists."""
         session.assembly.clear()
         self._prepared.session_closed(session)
-
-
-def _check_groups(blocks: BlocksByGroup) -> None:
-    """Raise ProtocolError for more groups than any request has: the later steps sort them."""
-
-    if len(blocks) > MAX_GROUPS_PER_REQUEST:
-        raise ProtocolError(f"cannot take {len(blocks)} groups: at most {MAX_GROUPS_PER_REQUEST} go")

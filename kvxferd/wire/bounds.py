@@ -20,5 +20,6 @@ ENDPOINT = msgspec.Meta(max_length=MAX_ENDPOINT_CHARS)
 REASON = msgspec.Meta(max_length=MAX_REASON_CHARS)
 METADATA = msgspec.Meta(max_length=MAX_METADATA_BYTES)
 REGIONS = msgspec.Meta(max_length=MAX_REGIONS)
+NUM_TOKENS = msgspec.Meta(ge=-1)  # -1: all
 TRACEPARENT = msgspec.Meta(max_length=TRACEPARENT_CHARS)
 PIECES = msgspec.Meta(max_length=MAX_DESCRIPTORS_PER_RANK)  # also of the address ranges inside them

@@ -21,7 +21,7 @@ from kvxferd.ids import (
     TransferId,
 )
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.wire.bounds import METADATA, NAME, PIECES, REASON, REGIONS, TRACEPARENT
+from kvxferd.wire.bounds import ENDPOINT, METADATA, NAME, PIECES, REASON, REGIONS, TRACEPARENT
 from kvxferd.wire.limits import MAX_ENDPOINT_CHARS, MAX_NAME_CHARS, MAX_REF_BYTES
 from kvxferd.wire.traceparent import read_traceparent
 
@@ -69,11 +69,11 @@ class TransferRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
             references that differ in it alone are equal.
     """
 
-    endpoint: Endpoint
-    engine_id: EngineId
-    generation: Generation
-    transfer_id: TransferId
-    nonce: str
+    endpoint: Annotated[Endpoint, ENDPOINT]
+    engine_id: Annotated[EngineId, NAME]
+    generation: Annotated[Generation, NAME]
+    transfer_id: Annotated[TransferId, NAME]
+    nonce: Annotated[str, NAME]
     traceparent: Annotated[str, TRACEPARENT] = ""
 
     @classmethod

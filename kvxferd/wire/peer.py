@@ -25,7 +25,7 @@ from kvxferd.ids import (
     TransferId,
 )
 from kvxferd.layout import PackedBlocks
-from kvxferd.wire.bounds import ENDPOINT, NAME, REQUIRED_NAME
+from kvxferd.wire.bounds import ENDPOINT, NAME, NUM_TOKENS, REQUIRED_NAME
 from kvxferd.wire.common import Message, RankManifest, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL, MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
@@ -241,7 +241,7 @@ class RankReady(Message, frozen=True):
     transfer_id: Annotated[TransferId, NAME]
     incarnation: Annotated[Incarnation, REQUIRED_NAME]  # of the mapping that was written
     secret: Annotated[str, REQUIRED_NAME]  # as in `JoinRank`
-    ready_tokens: int = -1  # tokens [0, ready_tokens) are written; -1: all
+    ready_tokens: Annotated[int, NUM_TOKENS] = -1  # tokens [0, ready_tokens) are written; -1: all
 
 
 class RankPollingRequest(Message, frozen=True):

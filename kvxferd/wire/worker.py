@@ -9,7 +9,7 @@ import msgspec
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation, Incarnation, RegionId, Ticket, TransferId
 from kvxferd.layout import BlocksByGroup, EngineSpec, RankLayout
-from kvxferd.wire.bounds import NAME, PIECES, REGIONS, TRACEPARENT
+from kvxferd.wire.bounds import NAME, NUM_TOKENS, PIECES, REGIONS, TRACEPARENT
 from kvxferd.wire.common import BlockIds, FdBatch, Message, RankIncarnations, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
@@ -99,9 +99,10 @@ class Ready(Message, frozen=True):
     without a report: a scheduler always does.
     """
 
-    transfer_id: TransferId
-    incarnation: Incarnation = Incarnation("")  # of the mapping that was written; "": there is no report
-    ready_tokens: int = -1  # it has written tokens [0, ready_tokens); -1: all
+    transfer_id: Annotated[TransferId, NAME]
+    # Of the mapping that was written; "": there is no report.
+    incarnation: Annotated[Incarnation, NAME] = Incarnation("")
+    ready_tokens: Annotated[int, NUM_TOKENS] = -1  # it has written tokens [0, ready_tokens); -1: all
     blocks: LimitedBlocks = msgspec.field(default_factory=dict)
     stream: int = 0
 

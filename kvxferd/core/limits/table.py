@@ -40,6 +40,14 @@ PEERS = Limit(
     "Each is a connection, two descriptors and some timers",
     retry_after_s=RETRY_LATER_S,
 )
+RANKS = Limit(
+    "max_ranks",
+    SETTING,
+    "ranks of this node's workers",
+    "`busy`",
+    "Each has a mover, which is a process of 15 MB",
+    retry_after_s=RETRY_LATER_S,
+)
 INFLIGHT_BYTES = Limit(
     "max_inflight_bytes",
     SETTING,
@@ -159,6 +167,14 @@ ACKNOWLEDGED = Limit(
     "150 bytes each: 4,096 transfers that 64 ranks of one reader have read and others have not",
     is_of_peers=True,
 )
+WAITING_REQUESTS = Limit(
+    "max_waiting",
+    SETTING,
+    "requests of other nodes that wait",
+    "`busy`, as past `limits.max_waiting_per_peer` of one peer",
+    "For ranks, a publish or movers: those for manifests and for grants together",
+    is_of_peers=True,
+)
 WAITING_BYTES = Limit(
     "waiting_bytes",
     256 << 20,
@@ -196,8 +212,9 @@ MEMBER_BYTES = Limit(
 TABLE = {
     limit.name: limit
     for limit in (
-        PEERS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, ARRIVING_ID_BYTES_OF_OTHERS,
+        PEERS, RANKS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, ARRIVING_ID_BYTES_OF_OTHERS,
         REMOTE_ENGINE_BYTES, PLAN_BYTES, OPEN_REQUESTS, FETCHED_ENGINES, PREPARED_PULLS, ABANDONED_TRANSFERS,
-        EARLY_READY, ENDED_TRANSFERS, ACKNOWLEDGED, WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
+        EARLY_READY, ENDED_TRANSFERS, ACKNOWLEDGED, WAITING_REQUESTS, WAITING_BYTES, OWNED_RANKS,
+        MEMBER_BYTES,
     )
 }  # fmt: skip

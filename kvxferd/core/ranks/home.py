@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
@@ -12,16 +12,14 @@ from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifest, check_spec
 from kvxferd.core.peers.remote_engine import RANK_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
-from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.owners import daemon_owner, is_user
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.rank import LocalRank, MemberRank
+from kvxferd.core.ranks.rank import LocalRank, MemberRank, OnRankChange, RankChange
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec
 from kvxferd.wire.common import RankManifest
-from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.outlines import JoinRankOutline, ManifestOutline
 from kvxferd.wire.peer import (
     JoinRank,
@@ -37,6 +35,11 @@ from kvxferd.wire.peer import (
 def _peer_id(record: MemberRank) -> str:
     """Return the peer that the rank counts for: its CURVE key, or without keys its connection."""
     return record.key or record.route.hex()
+
+
+def _refusal(spec: EngineSpec, why: str, code: Code, retry_after_s: float = 0.0) -> EngineError:
+    text = f"cannot take rank {spec.rank} of engine {spec.key}: {why}"
+    return EngineError(text, code, retry_after_s=retry_after_s)
 
 
 class Home:
@@ -127,17 +130,8 @@ class Home:
         manifest = message.manifest
         spec = check_spec(manifest.spec, manifest.binding.incarnation)
         if spec.home != self._context.endpoint:
-            raise EngineError(
-                f"cannot take rank {spec.rank} of engine {spec.key}: its home is "
-                f"{spec.home or 'elsewhere'}, and this is {self._context.endpoint}",
-                Code.NOT_HOME,
-            )
-        if max(len(message.secret), len(message.boot)) > MAX_NAME_CHARS:
-            raise EngineError(
-                f"cannot take rank {spec.rank} of engine {spec.key}: its daemon's boot or secret is longer "
-                f"than {MAX_NAME_CHARS} characters",
-                Code.RANK_INVALID,
-            )
+            why = f"its home is {spec.home or 'elsewhere'}, and this is {self._context.endpoint}"
+            raise _refusal(spec, why, Code.NOT_HOME)
         self._check_agent(manifest)
         self._check_order(message, owner, present)
         if present is not None:
@@ -161,8 +155,7 @@ class Home:
         if present is not None and owner == present.owner:
             last = present.boot, present.request
         if last is not None and message.boot == last[0] and message.request < last[1]:
-            text = f"cannot take rank {spec.rank} of engine {spec.key}: a later request is in its place"
-            raise EngineError(text, Code.CANCELLED)
+            raise _refusal(spec, "a later request is in its place", Code.CANCELLED)
 
     def _check_owner(
         self, message: JoinRank | JoinRankOutline, key: str, owner: str, present: MemberRank
@@ -178,17 +171,16 @@ class Home:
         incarnation = message.manifest.binding.incarnation
         if may_speak and (message.boot == present.boot or incarnation == present.incarnation):
             return
-        what = f"cannot take rank {present.spec.rank} of engine {present.spec.key}"
         if (key or present.key) and not may_speak:
-            raise EngineError(f"{what}: it was joined with another CURVE key", Code.NOT_ALLOWED)
-        left_s = present.last_seen_at + self._silent_after_s() - self._context.now
+            raise _refusal(present.spec, "it was joined with another CURVE key", Code.NOT_ALLOWED)
+        left_s = present.last_seen_at + self._context.settings.member_silent_after_s - self._context.now
         if left_s > 0:
-            raise EngineError(
-                f"{what}: another {'mapping' if may_speak else 'daemon'} of it is there; it may be taken "
-                f"{left_s:.1f} s from now, if nothing is heard of that one until then",
-                Code.RANK_TAKEN if may_speak else Code.NOT_ALLOWED,
-                retry_after_s=left_s,
+            why = (
+                f"another {'mapping' if may_speak else 'daemon'} of it is there; it may be taken "
+                f"{left_s:.1f} s from now, if nothing is heard of that one until then"
             )
+            code = Code.RANK_TAKEN if may_speak else Code.NOT_ALLOWED
+            raise _refusal(present.spec, why, code, left_s)
 
     def _check_absent_owner(self, spec: EngineSpec, owner: str) -> None:
         """Raise EngineError where an absent rank is kept for its last owner, maybe from before a restart."""
@@ -197,15 +189,8 @@ class Home:
             return
         left_s = self._owners.left_s(row)
         whose = "a worker of this node" if is_user(row.owner) else "the daemon that joined it"
-        raise EngineError(
-            f"cannot take rank {spec.rank} of engine {spec.key}: it is kept for {whose}, for {left_s:.0f} s "
-            "more or until `kvxferd disown`",
-            Code.NOT_ALLOWED,
-            retry_after_s=min(left_s, self._context.settings.member_heartbeat_s),
-        )
-
-    def _silent_after_s(self) -> float:
-        return self._context.settings.member_silent_after_s
+        why = f"it is kept for {whose}, for {left_s:.0f} s more or until `kvxferd disown`"
+        raise _refusal(spec, why, Code.NOT_ALLOWED, min(left_s, self._context.settings.member_heartbeat_s))
 
     def _check_generation(self, spec: EngineSpec, owner: str) -> None:
         """Raise EngineError where this daemon may not start a generation of the engine.
@@ -214,14 +199,10 @@ class Home:
         it: the user of its ranks on this node, or the daemon that joined all its ranks. Another daemon waits
         until the others' ranks have left or belong to the new generation.
         """
-        if not (why := self._why_not_started_by(spec, owner)):
-            return
-        raise EngineError(
-            f"cannot take rank {spec.rank} of engine {spec.key}: {why}; start it on the engine's home first, "
-            "wait until the former one has ended, or choose another engine id",
-            Code.NOT_ALLOWED,
-            retry_after_s=self._context.settings.member_heartbeat_s,
-        )
+        if why := self._why_not_started_by(spec, owner):
+            remedy = "start it on its home first, wait until the former one has ended, or choose another id"
+            retry_after_s = self._context.settings.member_heartbeat_s
+            raise _refusal(spec, f"{why}; {remedy}", Code.NOT_ALLOWED, retry_after_s)
 
     def _why_not_started_by(self, spec: EngineSpec, owner: str) -> str:
         """Return why this daemon may not start that generation; "" where it may."""
@@ -256,18 +237,12 @@ class Home:
     def _check_agent(self, manifest: RankManifest | ManifestOutline) -> None:
         spec, other = manifest.spec, self._members.get(manifest.binding.agent)
         if other is not None and (other.spec.key, other.spec.rank) != (spec.key, spec.rank):
-            raise EngineError(
-                f"cannot take rank {spec.rank} of engine {spec.key}: its agent is that of rank "
-                f"{other.spec.rank} of engine {other.spec.key}",
-                Code.RANK_TAKEN,
-            )
+            why = f"its agent is that of rank {other.spec.rank} of engine {other.spec.key}"
+            raise _refusal(spec, why, Code.RANK_TAKEN)
 
     def _member_expired(self, record: MemberRank) -> None:
         """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""
-        if self.find_member(record.spec.key, record.spec.rank) is record:
-            self._remove(record)
-            self._owners.forget(record.spec.key, record.spec.rank)
-            self._on_engine_change(record.spec.engine_id)
+        self._forget([record])
 
     def _remove(self, record: MemberRank) -> None:
         self._members.pop(record.agent, None)
@@ -291,15 +266,18 @@ class Home:
 
     def disown(self, engine_id: EngineId) -> None:
         """Remove the engine's silent ranks, as those of a lost node, at the operator's request."""
-        silent = self._silent_members(engine_id)
-        for record in silent:
+        self._forget(self._silent_members(engine_id))
+
+    def _forget(self, lost: Collection[MemberRank]) -> None:
+        """Remove ranks of daemons that are gone, and keep none for its owner."""
+        for record in lost:
             self._remove(record)
             self._owners.forget(record.spec.key, record.spec.rank)
-        if silent:
+        for engine_id in {record.spec.engine_id for record in lost}:
             self._on_engine_change(engine_id)
 
     def _silent_members(self, engine_id: EngineId) -> list[MemberRank]:
-        since = self._context.now - self._silent_after_s()
+        since = self._context.now - self._context.settings.member_silent_after_s
         records = [r for engine in self._registry.generations_of(engine_id) for r in engine.ranks.values()]
         return [r for r in records if isinstance(r, MemberRank) and r.last_seen_at <= since]
 
@@ -313,7 +291,7 @@ class Home:
         """Remove a member's rank. A late `LeaveRank` removes nothing that was joined after it was sent."""
         engine = EngineKey(message.engine_id, message.generation)
         present = self.find_member(engine, message.rank)
-        if present is not None and not self.accept_from_owner(present, route, message, key):
+        if present is not None and not self._is_of_owner(present, route, message, key):
             return
         if present is not None and present.boot == message.boot and present.request < message.request:
             self._remove(present)
@@ -323,7 +301,7 @@ class Home:
             self._owners.rank_left(engine, message.rank, owner, request)
         self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
 
-    def accept_from_owner(
+    def _is_of_owner(
         self, present: MemberRank, route: bytes, message: LeaveRank | RankReady, key: str
     ) -> bool:
         """Whether the sender has joined the rank. Another sender is refused, and nothing changes."""
@@ -335,6 +313,14 @@ class Home:
         refused = PeerRefused(request=message.request, code=Code.NOT_ALLOWED, message=text)
         self._context.emit(ReplyToPeer(route, refused))
         return False
+
+    def reporting_member(self, route: bytes, message: RankReady, key: str) -> MemberRank | None:
+        """Return the rank that a member reports; None: another daemon's, which is refused, or none yet.
+
+        Its mover was replaced, or this daemon restarted: the report is sent again once the rank has joined.
+        """
+        present = self.find_member(EngineKey(message.engine_id, message.generation), message.rank)
+        return present if present and self._is_of_owner(present, route, message, key) else None
 
     def request_polling(self, agent: AgentName) -> None:
         """Have a member's mover poll. It stops where the reply to a heartbeat does not say that it is to."""

@@ -13,12 +13,11 @@ from kvxferd.core.effects import (
     SendToWorker,
 )
 from kvxferd.core.peers.manifest_checks import check_names, check_spec
-from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.member import Member
 from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import user_owner
 from kvxferd.core.ranks.placements import record_placement
-from kvxferd.core.ranks.rank import LocalRank, RankState, RankTrigger
+from kvxferd.core.ranks.rank import LocalRank, OnRankChange, RankChange, RankState, RankTrigger
 from kvxferd.core.ranks.registration_checks import (
     RegistrationChecks,
     check_exports,
@@ -354,12 +353,7 @@ class LocalRanks:
         if rank.request is None:
             self._close(session, Farewell(code=refusal.code, message=refusal.message))
             return
-        refused = Refused(
-            request=rank.request,
-            code=refusal.code,
-            message=refusal.message,
-            retry_after_s=refusal.retry_after_s,
-        )
+        refused = Refused(rank.request, refusal.code, refusal.message, refusal.retry_after_s)
         rank.request = None
         if rank.was_registered:
             self._suspend(session, rank, refused)

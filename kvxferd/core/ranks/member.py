@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from kvxferd.core.context import NodeContext
@@ -14,7 +14,7 @@ from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.rank import LocalRank, RankState
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, SessionId, TransferId
+from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.peer import (
     JoinRank,
@@ -56,9 +56,6 @@ class Member:
         self._secret = context.new_token()  # for as long as this daemon runs
         # Transfers that a home has reported as released, the latest: it reports again where it gets no reply.
         self._released: OrderedDict[tuple[EngineKey, TransferId], None] = OrderedDict()
-        # What each rank has reported as written and not heard to be released: a home that restarts lost it.
-        self._reported: dict[SessionId, OrderedDict[TransferId, tuple[Incarnation, int]]] = {}
-        self._pending: dict[tuple[Endpoint, AgentName], RankPollingRequest] = {}  # until the mover polls
         self.on_joined: Callable[[LocalRank, Refusal | None], None] = lambda rank, refusal: None
         peers.pin(self._homes)
 
@@ -132,7 +129,7 @@ class Member:
     def leave(self, rank: LocalRank) -> None:
         """Leave the home, if the rank has joined it: it is gone, sleeps, or has no mover now."""
         self._context.timers.cancel(("heartbeat", rank.session))
-        self._reported.pop(rank.session, None)  # its home ends what it has written
+        rank.reported.clear()  # its home ends what it has written
         if rank.joined is None:
             return
         rank.joined = None
@@ -155,17 +152,15 @@ class Member:
 
         `ready_tokens`: so many tokens of it; -1: all.
         """
-        reported = self._reported.setdefault(rank.session, OrderedDict())
-        reported[transfer_id] = incarnation, ready_tokens
-        reported.move_to_end(transfer_id)
-        if len(reported) > MAX_REPORTED:
-            reported.popitem(last=False)
+        rank.reported[transfer_id] = incarnation, ready_tokens
+        rank.reported.move_to_end(transfer_id)
+        if len(rank.reported) > MAX_REPORTED:
+            rank.reported.popitem(last=False)
         self._send_ready(rank, incarnation, transfer_id, ready_tokens)
 
     def _report_again(self, rank: LocalRank) -> None:
         """Report all that a home that is new does not know. It ignores what has ended there."""
-        reported: Mapping[TransferId, tuple[Incarnation, int]] = self._reported.get(rank.session, {})
-        for transfer_id, (incarnation, ready_tokens) in reported.items():
+        for transfer_id, (incarnation, ready_tokens) in rank.reported.items():
             report = partial(self._send_ready, rank, incarnation, transfer_id, ready_tokens)
             self._context.put_off(rank.uid, report)
 
@@ -196,9 +191,8 @@ class Member:
                 SendToPeer(home, PeerRefused(request=message.request, code=Code.NOT_HOME, message=text))
             )
             return
-        rank.asked_to_poll = True
+        rank.asked_to_poll, rank.polling_request = True, message.request
         self._poll_requests.acquire(message.agent, ("home", home))
-        self._pending[home, message.agent] = message
         self.reply_to_polling_requests()
 
     def _rank_of(self, agent: AgentName, home: Endpoint) -> LocalRank | None:
@@ -206,16 +200,12 @@ class Member:
         ranks = self._registry.local_ranks()
         return next((rank for rank in ranks if (rank.agent, rank.spec.home) == (agent, home)), None)
 
-    def mover_gone(self, agent: AgentName) -> None:
-        """Drop the requests for a dead mover to poll."""
-        self._pending = {key: message for key, message in self._pending.items() if message.agent != agent}
-
     def reply_to_polling_requests(self) -> None:
         """Reply to the homes whose movers poll now."""
-        for (home, agent), message in list(self._pending.items()):
-            if self._poll_requests.is_polling(agent):
-                del self._pending[home, agent]
-                self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
+        for rank in self._registry.local_ranks():
+            if rank.polling_request and rank.agent is not None and self._poll_requests.is_polling(rank.agent):
+                self._context.emit(SendToPeer(rank.spec.home, RequestDone(request=rank.polling_request)))
+                rank.polling_request = 0
 
     def handle_released(self, home: Endpoint, message: TransferReleased) -> None:
         """Report a transfer that the home released to this node's ranks of the engine.
@@ -230,12 +220,10 @@ class Member:
             )
             return
         if engine is not None and self._is_first_report(engine.key, message.transfer_id):
-            for session in sorted(engine.sessions()):
-                if reported := self._reported.get(session):
-                    reported.pop(message.transfer_id, None)
-                self._context.emit(
-                    SendToWorker(session, Released(transfer_id=message.transfer_id, why=message.why))
-                )
+            released = Released(transfer_id=message.transfer_id, why=message.why)
+            for rank in sorted(engine.local_ranks(), key=lambda rank: rank.session):
+                rank.reported.pop(message.transfer_id, None)
+                self._context.emit(SendToWorker(rank.session, released))
         self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
 
     def _is_first_report(self, engine: EngineKey, transfer_id: TransferId) -> bool:

@@ -74,12 +74,10 @@ class Movers:
         self._on_leaving = on_leaving  # called when a mover serves its rank no more, dead or not
         self._is_needed = is_needed  # whether a retired mover still runs a pull, or a peer reads from it
         self._movers: dict[MoverId, Mover] = {}
-        self._by_agent: dict[AgentName, MoverId] = {}
 
     def add(self, mover: Mover) -> None:
         """Add a mover that was assigned to a session."""
         self._movers[mover.mover_id] = mover
-        self._by_agent[mover.agent] = mover.mover_id
 
     def get(self, mover: MoverId) -> Mover | None:
         """Return the mover; None: it is dead."""
@@ -92,16 +90,12 @@ class Movers:
 
     def get_by_agent(self, agent: AgentName) -> Mover | None:
         """Return the mover whose agent this is; None: it is dead, or on another node."""
-        mover = self._by_agent.get(agent)
-        return self._movers.get(mover) if mover is not None else None
+        return next((mover for mover in self._movers.values() if mover.agent == agent), None)
 
     def remove(self, mover: MoverId) -> Mover | None:
         """Remove a dead mover and return it."""
-        known = self._movers.pop(mover, None)
         self._context.timers.cancel(("retired", mover))
-        if known is not None:
-            del self._by_agent[known.agent]
-        return known
+        return self._movers.pop(mover, None)
 
     def has_mover(self, session: SessionId) -> bool:
         """Whether a mover of the session lives, and may still reach the rank's memory."""
@@ -228,10 +222,11 @@ class Movers:
         return mover.remotes[agent]
 
     def _drop_stale(self, mover: Mover) -> None:
-        """Drop agents that are unused for `max_hold_s`: each restart of an engine brings new ones."""
+        """Drop agents that no running pull needs any more: each restart of an engine brings new ones."""
+        since = self._context.now - self._context.settings.max_hold_s
         while mover.remotes:
             agent, oldest = next(iter(mover.remotes.items()))
-            if not self._context.is_stale(oldest.last_used):
+            if oldest.last_used >= since:
                 return
             self._forget_agent(mover, agent)
 

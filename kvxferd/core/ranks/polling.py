@@ -28,9 +28,7 @@ class PollRequests:
 
     def acquire(self, agent: AgentName, holder: Hashable) -> None:
         """Have the agent poll for this holder. `is_polling` returns whether it does."""
-        state = self._states.get(agent)
-        if state is None:
-            state = self._states[agent] = _PollState()
+        state = self._states.setdefault(agent, _PollState())
         if not state.requested:
             state.requested = True
             self._request_polling(agent, True)

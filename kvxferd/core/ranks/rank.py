@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
+from typing import ClassVar
 
 from kvxferd.core.peers.remote_engine import manifest_bytes
-from kvxferd.ids import AgentName, BootId, GroupName, Incarnation, MoverId, SessionId
+from kvxferd.ids import AgentName, BootId, GroupName, Incarnation, MoverId, SessionId, TransferId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, block_bytes
 from kvxferd.plan import BlockRules, TransferTopology, block_rules
 from kvxferd.ucx_log import TransportsUsed
@@ -102,6 +104,9 @@ class LocalRank:
     join_request: int = 0  # the number of the open JoinRank; 0: there is none
     join_deadline: float = 0.0  # until when a home that may change its mind is asked again
     asked_to_poll: bool = False  # by its home, since the last JoinRank was sent
+    polling_request: int = 0  # of its home, which gets a reply once the mover polls; 0: there is none
+    # What it has reported as written and not heard to be released, the latest: a home that restarts lost it.
+    reported: OrderedDict[TransferId, tuple[Incarnation, int]] = field(default_factory=OrderedDict)
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
     placement: MeasuredPlacement = field(default_factory=MeasuredPlacement)
@@ -119,7 +124,7 @@ class LocalRank:
         """Go to the next state. A KeyError is a bug of the caller."""
         self.state = TRANSITIONS[self.state, trigger]
         if self.state not in WITH_MOVER:
-            self.mover, self.agent = None, None
+            self.mover, self.agent, self.polling_request = None, None, 0
 
     def bytes_of(self, blocks: Mapping[GroupName, PackedBlocks]) -> int:
         """Return the bytes of those blocks on this rank."""
@@ -154,42 +159,20 @@ class MemberRank:
     request: int = 0  # the number of the last `JoinRank` of it
     last_seen_at: float = 0.0  # when it last joined: its heartbeat
     added_by: int = 0  # the number of the `JoinRank` before which the rank was not known; 0: it was
+    spec: EngineSpec = field(init=False)  # as the rank sent it
+    layout: RankLayout = field(init=False)
     rules: BlockRules = field(init=False)
+    agent: AgentName = field(init=False)  # of the rank's mover
+    incarnation: Incarnation = field(init=False)  # of its present mapping
     num_bytes: int = field(init=False)  # that its manifest takes, about
+    is_readable: ClassVar[bool] = True  # a member joins only ranks that are bound
+    is_asleep: ClassVar[bool] = False  # it leaves the home before its rank sleeps
 
     def __post_init__(self) -> None:
-        self.rules = block_rules(self.joined.layout)
+        self.spec, self.layout = self.joined.spec, self.joined.layout
+        self.agent, self.incarnation = self.joined.binding.agent, self.joined.binding.incarnation
+        self.rules = block_rules(self.layout)
         self.num_bytes = manifest_bytes([self.joined])
-
-    @property
-    def spec(self) -> EngineSpec:
-        """The engine's spec, as the rank sent it."""
-        return self.joined.spec
-
-    @property
-    def layout(self) -> RankLayout:
-        """The rank's layout."""
-        return self.joined.layout
-
-    @property
-    def agent(self) -> AgentName:
-        """The agent of the rank's mover."""
-        return self.joined.binding.agent
-
-    @property
-    def incarnation(self) -> Incarnation:
-        """The incarnation of the rank's present mapping."""
-        return self.joined.binding.incarnation
-
-    @property
-    def is_readable(self) -> bool:
-        """True: a member joins only ranks that are bound."""
-        return True
-
-    @property
-    def is_asleep(self) -> bool:
-        """False: a member leaves the home before its rank sleeps."""
-        return False
 
     def manifest(self) -> RankManifest:
         """Return what a reader needs."""
@@ -197,3 +180,17 @@ class MemberRank:
 
 
 RankRecord = LocalRank | MemberRank
+
+
+class RankChange(Enum):
+    """What becomes of a rank, reported the moment it happens: `Node` has the table of what follows."""
+
+    REGISTERED = auto()  # a local rank was claimed; its memory is about to be mapped
+    MAPPED = auto()  # its memory has another mapping: it was resumed, or is a member's that has joined
+    READY = auto()  # a mover has bound its memory, and its home knows it
+    ASLEEP = auto()  # nothing may read or write its memory any more
+    VOID = auto()  # its worker claims another mapping of memory that it has not suspended
+    GONE = auto()
+
+
+OnRankChange = Callable[[RankChange, RankRecord], None]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.limits.checks import check_share
 from kvxferd.core.limits.rate_limit import RateLimiter
-from kvxferd.core.limits.table import RETRY_LATER_S
+from kvxferd.core.limits.table import RANKS
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
@@ -13,10 +12,8 @@ from kvxferd.errors import BusyError, Code, EngineError
 from kvxferd.ids import EngineId, EngineKey, Incarnation, RegionId
 from kvxferd.layout import RankLayout
 from kvxferd.wire.common import Refusal
-from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_REGIONS
-from kvxferd.wire.worker import (
-    RegionExport,
-)
+from kvxferd.wire.limits import MAX_NAME_CHARS
+from kvxferd.wire.worker import RegionExport
 
 # A registration, a resume and a mover's end each start a mover, which is a process. Each user may start two
 # engines of 64 ranks at once, twice; then a rank each quarter of a second, which is an engine of 64 every
@@ -38,10 +35,7 @@ class RegistrationChecks:
             raise EngineError(
                 "cannot register: this daemon is draining; register when it is back", Code.DRAINING
             )
-        held_by = self._registry.num_ranks_by_user()
-        limit = self._context.settings.limits.max_ranks
-        what = f"register: {held_by.total()} ranks are registered here"
-        check_share(held_by, session.uid, limit, what, "limits.max_ranks", RETRY_LATER_S)
+        self._context.ledger[RANKS].check(session.uid, 1, "register")
 
     def check_rate(self, session: Session, what: str) -> None:
         """Raise BusyError where the user starts movers too often. Call it last: it counts one."""
@@ -110,10 +104,6 @@ def check_is_new(rank: LocalRank, incarnation: Incarnation) -> None:
 
 def check_exports(layout: RankLayout, exports: tuple[RegionExport, ...]) -> None:
     """Raise EngineError unless the layout's regions are exported, each once."""
-    if len(exports) > MAX_REGIONS:
-        raise EngineError(
-            f"cannot register {len(exports)} regions: {MAX_REGIONS} are the limit", Code.REGION_INVALID
-        )
     wanted = {region.region: region.size_bytes for region in layout.regions}
     given = {export.region: export.size_bytes for export in exports}
     if len(given) != len(exports) or given != wanted:

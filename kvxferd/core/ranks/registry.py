@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvxferd.core.context import NodeContext
+from kvxferd.core.limits.ledger import Charge
+from kvxferd.core.limits.table import RANKS
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.ranks.owners import Owners, is_user
 from kvxferd.core.ranks.rank import LocalRank, MemberRank, RankRecord
+from kvxferd.core.tables import discard
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
-    Endpoint,
     EngineId,
     EngineKey,
     GroupName,
     Incarnation,
     Rank,
-    SessionId,
 )
 from kvxferd.layout import EngineSpec
 from kvxferd.plan import (
@@ -101,52 +102,48 @@ class LocalEngine:
                 return rank
         return None
 
-    def sessions(self) -> Iterator[SessionId]:
-        """Return the sessions of its local ranks."""
-        for record in self.ranks.values():
-            if isinstance(record, LocalRank):
-                yield record.session
+    def local_ranks(self) -> list[LocalRank]:
+        """Return its ranks whose workers are connected here."""
+        return [record for record in self.ranks.values() if isinstance(record, LocalRank)]
 
 
 class Registry:
     """The engines that are here. There is at most one record for each rank and generation."""
 
-    def __init__(self, endpoint: Endpoint, owners: Owners) -> None:
-        self._endpoint = endpoint
+    def __init__(self, context: NodeContext, owners: Owners) -> None:
+        self._endpoint = context.endpoint
+        self._share = context.ledger[RANKS]
         self.owners = owners
-        self._engines: dict[EngineKey, LocalEngine] = {}
-        self._generations: dict[EngineId, dict[EngineKey, LocalEngine]] = {}  # by id, the oldest first
+        self._engines: dict[EngineId, dict[EngineKey, LocalEngine]] = {}  # of an id the oldest first
 
     def __iter__(self) -> Iterator[LocalEngine]:
-        return iter(self._engines.values())
+        for generations in self._engines.values():
+            yield from generations.values()
 
     def local_ranks(self) -> Iterator[LocalRank]:
         """Return the ranks whose workers are connected here, of all engines."""
-        for engine in self._engines.values():
-            for record in engine.ranks.values():
-                if isinstance(record, LocalRank):
-                    yield record
+        for engine in self:
+            yield from engine.local_ranks()
 
     def get(self, key: EngineKey) -> LocalEngine | None:
         """Return the engine; None: no rank of it is here."""
-        return self._engines.get(key)
+        return self._engines.get(key.engine_id, {}).get(key)
 
     def newest(self, engine_id: EngineId) -> EngineKey | None:
         """Return the generation that started last, of those that are here."""
-        return next(reversed(self._generations.get(engine_id, {})), None)
+        return next(reversed(self._engines.get(engine_id, {})), None)
 
     def users_of(self, engine_id: EngineId) -> set[int]:
         """Return the users of the local ranks of the newest generation, or if it has none the last owner."""
-        newest = self.newest(engine_id)
-        ranks = self._engines[newest].ranks.values() if newest is not None else ()
-        present = {record.uid for record in ranks if isinstance(record, LocalRank)}
+        generations = self.generations_of(engine_id)
+        present = {rank.uid for rank in generations[-1].local_ranks()} if generations else set()
         if present or (last := self.owners.user_of(engine_id)) is None:
             return present
         return {last}
 
     def has_local_rank(self, engine_id: EngineId) -> bool:
         """Whether a rank of any generation of the engine is connected here."""
-        return any(rank.spec.engine_id == engine_id for rank in self.local_ranks())
+        return any(engine.local_ranks() for engine in self.generations_of(engine_id))
 
     def is_owner(self, uid: int, engine_id: EngineId) -> bool:
         """Whether the user may act for the engine: root, an owner, or any user while it has no owner."""
@@ -160,9 +157,9 @@ class Registry:
         another generation. Only root, and the user that `Owners` names, may start one. After a restart of
         this daemon such an engine exists only as the ranks that are kept for its members.
         """
-        if uid == 0 or key in self._engines or self.users_of(key.engine_id):
+        if uid == 0 or self.get(key) or self.users_of(key.engine_id):
             return self.is_owner(uid, key.engine_id)
-        return key.engine_id not in self._generations and not self.owners.awaits_daemon(key.engine_id)
+        return key.engine_id not in self._engines and not self.owners.awaits_daemon(key.engine_id)
 
     def check_absent_owner(self, spec: EngineSpec) -> None:
         """Raise EngineError where the rank of a local worker is kept for another node's daemon."""
@@ -186,13 +183,13 @@ class Registry:
         users = self.users_of(engine_id)
         return not users or uid in users
 
-    def num_ranks_by_user(self) -> Counter[int]:
-        """Return how many ranks each user has here."""
-        return Counter(rank.uid for rank in self.local_ranks())
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the ranks of this node's workers are counted for."""
+        return ((RANKS, rank.uid, 1) for rank in self.local_ranks())
 
     def user_has_rank(self, uid: int) -> bool:
         """Whether the user has a rank here."""
-        return any(rank.uid == uid for rank in self.local_ranks())
+        return self._share.held_by(uid) > 0
 
     def is_superseded(self, key: EngineKey) -> bool:
         """Whether a newer generation of the engine is here: this one gets no new grants."""
@@ -203,8 +200,8 @@ class Registry:
         return spec.home in ("", self._endpoint)
 
     def generations_of(self, engine_id: EngineId) -> list[LocalEngine]:
-        """Return every generation of the engine that is here."""
-        return list(self._generations.get(engine_id, {}).values())
+        """Return every generation of the engine that is here, the oldest first."""
+        return list(self._engines.get(engine_id, {}).values())
 
     def check_claim(self, record: RankRecord, replaced: MemberRank | None = None) -> None:
         """Raise EngineError where the rank cannot be added: it is taken, or disagrees with the others.
@@ -212,10 +209,7 @@ class Registry:
         `replaced`: the record that this one may replace.
         """
         spec = record.spec
-        engine = self._engines.get(spec.key)
-        if engine is None:
-            self._check_single_rank(record)
-            return
+        engine = self.get(spec.key) or LocalEngine(spec)
         check_same_engine(engine.spec, spec)
         present = engine.ranks.get(spec.rank)
         if present is not None and present is not replaced:
@@ -232,40 +226,33 @@ class Registry:
             except KvxferdError as error:
                 raise EngineError(f"cannot complete engine {spec.key}: {error}", error.code) from error
 
-    def _check_single_rank(self, record: RankRecord) -> None:
-        if len(record.spec.ranks()) == 1 and self.is_home(record.spec):
-            check_engine({record.spec.rank: (record.spec, record.layout)})
-
-    def claim(self, record: RankRecord, replaced: MemberRank | None = None) -> LocalEngine:
+    def claim(self, record: RankRecord, replaced: MemberRank | None = None) -> None:
         """Add the rank, after `check_claim`. The first rank of a new generation supersedes the old one.
 
         A generation that was here before the present one started does not: it has only connected again.
         """
         self.check_claim(record, replaced)
-        key = record.spec.key
-        engine = self._engines.get(key)
+        engine = self.get(record.spec.key)
         if engine is None:
-            engine = self._engines[key] = LocalEngine(record.spec)
-            self.owners.add_generation(key)
-            keys = sorted((*self._generations.get(key.engine_id, ()), key), key=self.owners.position_of)
-            self._generations[key.engine_id] = {key: self._engines[key] for key in keys}
+            engine = LocalEngine(record.spec)
+            self.owners.add_generation(engine.key)
+            generations = [*self.generations_of(engine.key.engine_id), engine]
+            generations.sort(key=lambda one: self.owners.position_of(one.key))
+            self._engines[engine.key.engine_id] = {one.key: one for one in generations}
         engine.put(record)
-        return engine
+        if isinstance(record, LocalRank):
+            self._share.add(record.uid, 1)
 
     def remove(self, record: RankRecord) -> None:
         """Remove the rank, and its engine with the last one. Does nothing where the rank was replaced."""
-        key = record.spec.key
-        engine = self._engines.get(key)
+        engine = self.get(record.spec.key)
         if engine is None or engine.ranks.get(record.spec.rank) is not record:
             return
         engine.remove(record.spec.rank)
-        if engine.ranks:
-            return
-        del self._engines[key]
-        others = self._generations[key.engine_id]
-        del others[key]
-        if not others:
-            del self._generations[key.engine_id]
+        if isinstance(record, LocalRank):
+            self._share.release(record.uid)
+        if not engine.ranks:
+            discard(self._engines, engine.key.engine_id, engine.key)
 
     def manifest(self, engine: LocalEngine, reader: str, pp_aware: bool) -> tuple[RankManifest, ...]:
         """Return the manifests of all ranks of a complete engine, stage by stage.

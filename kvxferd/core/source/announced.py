@@ -11,8 +11,10 @@ from kvxferd.core.limits.fair_share import Owner
 from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import EARLY_READY
 from kvxferd.core.ranks.registry import Registry
-from kvxferd.core.source.transfer_table import TransferKey
+from kvxferd.core.source.transfer_table import ALL_TOKENS, TransferKey
 from kvxferd.ids import BootId, EngineKey, Incarnation, Rank, TransferId
+from kvxferd.wire.peer import RankReady
+from kvxferd.wire.worker import Ready
 
 
 class Report(NamedTuple):
@@ -32,6 +34,12 @@ class _Announced:
     def end_report(self, rank: Rank) -> None:
         if (request := self.reports.pop(rank).request) is not None:
             self.late.add(request)
+
+
+def report_of(message: Ready | RankReady, request: tuple[BootId, int] | None = None) -> Report:
+    """Return what a message reports; `request`: as in `Report`."""
+    num_tokens = ALL_TOKENS if message.ready_tokens < 0 else message.ready_tokens
+    return Report(message.incarnation, num_tokens, request)
 
 
 class Announcements:

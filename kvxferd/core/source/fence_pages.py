@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import CreateFencePage, SendToMover, ShareFencePage
-from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.ids import AgentName, EngineId, EngineKey, MoverId, SessionId
+from kvxferd.ids import AgentName, EngineId, MoverId, SessionId
 from kvxferd.wire.mover import FenceMapped, UnmapFence
 
 
@@ -25,9 +25,12 @@ class MappedFencePage:
 class FencePages:
     """Has one mover at a time serve each session's page."""
 
-    def __init__(self, context: NodeContext, registry: Registry) -> None:
+    def __init__(
+        self, context: NodeContext, registry: Registry, sessions: Mapping[SessionId, Session]
+    ) -> None:
         self._context = context
         self._registry = registry
+        self._sessions = sessions
         # The mover that has mapped each page, or was requested to; where it lies there, once it is mapped.
         self._pages: dict[SessionId, tuple[MoverId, MappedFencePage | None]] = {}
 
@@ -35,40 +38,26 @@ class FencePages:
         """Have the page created that `Registered` carries."""
         self._context.emit(CreateFencePage(session.session_id))
 
-    def is_served(self, session: SessionId) -> bool:
-        """Whether a mover has registered the session's page, or was requested to."""
-        return session in self._pages
-
-    def assign(self, engine: EngineKey, session: Session) -> None:
-        """Have a mover of a rank of the same user register the session's fence page, if there is one.
+    def assign(self, session: Session) -> None:
+        """Have a mover of a rank of the same user register the session's fence page, unless one serves it.
 
         Another user's mover, root's included, does not: a resident mover is a process of its user, and a
         client can spoil a page that it made itself.
         """
-        known = self._registry.get(engine)
-        for record in known.ranks.values() if known is not None else ():
-            if (
-                isinstance(record, LocalRank)
-                and record.uid == session.uid
-                and record.is_readable
-                and record.mover is not None
-            ):
-                self._share(session.session_id, record.mover)
+        engine = self._registry.get(session.engine) if session.engine is not None else None
+        if engine is None or session.session_id in self._pages:
+            return
+        for rank in engine.local_ranks():
+            if rank.uid == session.uid and rank.is_readable and rank.mover is not None:
+                self._pages[session.session_id] = rank.mover, None
+                self._context.emit(ShareFencePage(rank.mover, session.session_id))
                 return
 
-    def reassign(self, engine_id: EngineId, sessions: dict[SessionId, Session]) -> None:
+    def reassign(self, engine_id: EngineId) -> None:
         """Have a mover of the engine serve the fence pages of its publishers that no mover serves."""
-        for session in sessions.values():
-            engine = session.engine
-            if engine is None or engine.engine_id != engine_id or self.is_served(session.session_id):
-                continue
-            self.assign(engine, session)
-
-    def _share(self, session: SessionId, mover: MoverId) -> None:
-        """Have the mover register the session's page, unless another one serves it."""
-        if not self.is_served(session):
-            self._pages[session] = mover, None
-            self._context.emit(ShareFencePage(mover, session))
+        for session in self._sessions.values():
+            if session.engine is not None and session.engine.engine_id == engine_id:
+                self.assign(session)
 
     def page_mapped(self, mover: MoverId, agent: AgentName, message: FenceMapped) -> bool:
         """Record that the mover has mapped the page. Return whether anything changed."""

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import CountServed, ReplyToPeer
 from kvxferd.core.peers.routes import PeerRoutes
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.source.fence_pages import FencePages, MappedFencePage
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.core.source.transfer_table import Grant, Transfer, TransferKey
-from kvxferd.core.source.waiting import NAME_BYTES, REQUEST_BYTES, Obstacle, WaitingRequest, WaitingRequests
-from kvxferd.errors import Code, EngineError, KvxferdError, count_busy_refusal
+from kvxferd.core.source.waiting import Obstacle, WaitingRequest, WaitingRequests, kept_bytes
+from kvxferd.errors import Code, count_busy_refusal
 from kvxferd.ids import GrantId, GroupName
 from kvxferd.layout import BlocksByGroup, num_id_bytes
 from kvxferd.records import ServedRecord
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_ENDPOINT_CHARS, MAX_NAME_CHARS
+from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.peer import (
     AbandonTransfer,
     Acknowledge,
@@ -29,11 +29,8 @@ from kvxferd.wire.peer import (
     ReleaseGrant,
     RenewGrants,
     RequestDone,
-    refusal_of,
 )
 
-# 64 ranks' agents of 20 characters are 1,280; all of the largest engine's are 80 KiB.
-MAX_REQUEST_CHARS = 128 << 10
 # Each rank of a consumer engine has one grant on a transfer, and the largest engine has 4,096. One key may be
 # that of a few nodes: 1,024 are 8 of them with `limits.max_ranks`. With names of 256 characters a grant takes
 # 1.5 KiB: 6 MiB a transfer, and 1.5 MiB of one peer, where a hostile one had 60,000 grants and 90 MiB.
@@ -49,46 +46,36 @@ MAX_PREFILL_S = 3600.0
 MAX_BYTES_UNCHECKED = 1 << 40
 
 
+@dataclass(eq=False, repr=False)
 class GrantServer:
     """Replies to every request for a grant, at once or when what it waits for has happened."""
 
-    def __init__(
-        self,
-        context: NodeContext,
-        registry: Registry,
-        published: PublishedTransfers,
-        waiting: WaitingRequests,
-        poll_requests: PollRequests,
-        fence_pages: FencePages,
-        peer_routes: PeerRoutes,
-    ) -> None:
-        self._context = context
-        self._peer_routes = peer_routes
-        self._registry = registry
-        self._published = published
-        self._waiting = waiting
-        self._poll_requests = poll_requests
-        self._fence_pages = fence_pages
+    _context: NodeContext
+    _registry: Registry
+    _published: PublishedTransfers
+    _waiting: WaitingRequests
+    _poll_requests: PollRequests
+    _fence_pages: FencePages
+    _peer_routes: PeerRoutes
 
     # --- requests
 
     def acquire(self, route: bytes, message: GrantRequest, key: str = "") -> None:
         """Reply at once, or when the transfer is published and ready, and its movers poll."""
-        ref = message.ref
-        try:
-            request = WaitingRequest(
-                name=_scoped_grant_id(message.grant, key),
-                peer_id=key or route.hex(),
-                route=route,
-                message=message,
-                wanted=f"grant transfer {ref.transfer_id}",
-                num_bytes=_kept_bytes(message),
-                waits_for=frozenset([ref.engine_id, _key_of(ref)]),
-                reply=self._reply,
-            )
-            self._waiting.receive(request)
-        except KvxferdError as error:
-            self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
+        ref, consumer, agents = message.ref, message.consumer, [agent for _, agent in message.reads]
+        names = (message.grant, ref.endpoint, *ref.engine, ref.transfer_id, ref.nonce)
+        consumer_names = (consumer.engine_id, consumer.generation)
+        request = WaitingRequest(
+            name=_scoped_grant_id(message.grant, key),
+            peer_id=key or route.hex(),
+            route=route,
+            message=message,
+            wanted=f"grant transfer {ref.transfer_id}",
+            num_bytes=kept_bytes(*names, *consumer_names, *agents, *message.from_tokens),
+            waits_for=frozenset([ref.engine_id, _key_of(ref)]),
+            reply=self._reply,
+        )
+        self._waiting.receive(request)
 
     def _reply(self, request: WaitingRequest[GrantRequest]) -> Obstacle | None:
         """Grant the request, or return why it must wait."""
@@ -157,7 +144,7 @@ class GrantServer:
             return Obstacle(Code.OUT_OF_PLACE, why)
         if grant not in transfer.grants and (
             len(transfer.grants) >= MAX_GRANTS_PER_TRANSFER
-            or transfer.num_grants_of_peer[request.peer_id] >= MAX_GRANTS_PER_PEER
+            or sum(one.peer_id == request.peer_id for one in transfer.grants.values()) >= MAX_GRANTS_PER_PEER
         ):
             count_busy_refusal("grants_per_transfer")
             limits = f"{MAX_GRANTS_PER_TRANSFER} are the limit, and {MAX_GRANTS_PER_PEER} of one peer"
@@ -183,23 +170,16 @@ class GrantServer:
     def _grant(self, request: WaitingRequest[GrantRequest], transfer: Transfer) -> None:
         """Put the grant on the transfer's lease, or renew it: for `max_hold_s` and one lease in all."""
         now, settings, grant_id = self._context.now, self._context.settings, GrantId(str(request.name))
-        known = transfer.grants.get(grant_id)
-        granted_at = known.granted_at if known else now
-        grant = Grant(
-            grant_id=grant_id,
-            peer_id=known.peer_id if known else request.peer_id,
-            agents=request.agents,
-            granted_at=granted_at,
-            expires_at=max(
-                known.expires_at if known else 0.0,
-                min(now, granted_at + settings.max_hold_s) + settings.lease_s,
-            ),
-        )
-        for agent in sorted(grant.agents):
+        grant = transfer.grants.get(grant_id)
+        if grant is None:
+            grant = Grant(grant_id, agents=frozenset(), granted_at=now, peer_id=request.peer_id)
+            self._published.table.add_grant(transfer, grant)
+        for agent in sorted(request.agents):
             self._poll_requests.acquire(agent, grant_id)
-        for agent in sorted(known.agents - grant.agents) if known else ():
+        for agent in sorted(grant.agents - request.agents):
             self._poll_requests.release(agent, grant_id)
-        self._published.table.add_grant(transfer, grant)
+        ends_at = min(now, grant.granted_at + settings.max_hold_s) + settings.lease_s
+        grant.agents, grant.expires_at = request.agents, max(grant.expires_at, ends_at)
         self._published.schedule_lease_check(transfer)
 
     def _send_grant(
@@ -282,9 +262,8 @@ class GrantServer:
     def _max_bytes_of(self, transfer: Transfer) -> int:
         """Return more bytes than one rank can read of the transfer: a peer's figure is limited by it."""
         engine = self._registry.get(transfer.engine)
-        ranks = engine.ranks.values() if engine is not None else ()
-        local = [rank.bytes_of(transfer.blocks) for rank in ranks if isinstance(rank, LocalRank)]
-        return max(local) * len(ranks) if local else MAX_BYTES_UNCHECKED
+        local = [rank.bytes_of(transfer.blocks) for rank in engine.local_ranks()] if engine else []
+        return max(local) * len(engine.ranks) if engine and local else MAX_BYTES_UNCHECKED
 
     def abandon(self, route: bytes, message: AbandonTransfer, key: str = "") -> None:
         """Record that a consumer engine reads no more of the transfer."""
@@ -326,24 +305,3 @@ def _page(
         left -= len(page[name].ids)
         has_more |= not rules.is_state and rules.end_of(page[name]) < rules.end_of(listed)
     return page, has_more
-
-
-def _kept_bytes(message: GrantRequest) -> int:
-    """Return the bytes that the request takes while it waits. Raises EngineError for too long names."""
-    ref, consumer = message.ref, message.consumer
-    names = [message.grant, ref.engine_id, ref.generation, ref.transfer_id, ref.nonce]
-    names += [consumer.engine_id, consumer.generation]
-    names += [*(agent for _, agent in message.reads), *message.from_tokens]
-    longest, num_chars = max(map(len, names)), sum(map(len, names))
-    if longest > MAX_NAME_CHARS or len(ref.endpoint) > MAX_ENDPOINT_CHARS:
-        raise EngineError(
-            f"cannot grant: a name of {longest} characters in the request; {MAX_NAME_CHARS} is the limit",
-            Code.BAD_FRAME,
-        )
-    if num_chars > MAX_REQUEST_CHARS:
-        raise EngineError(
-            f"cannot grant: the request names {len(message.reads)} agents in more than {MAX_REQUEST_CHARS} "
-            "characters",
-            Code.BAD_FRAME,
-        )
-    return REQUEST_BYTES + NAME_BYTES * len(names) + num_chars

@@ -5,14 +5,13 @@ from __future__ import annotations
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.ranks.registry import LocalEngine, Registry
-from kvxferd.core.source.waiting import REQUEST_BYTES, Obstacle, WaitingRequest, WaitingRequests
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.core.source.waiting import Obstacle, WaitingRequest, WaitingRequests, kept_bytes
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineKey
 from kvxferd.plan import require_pp_aware
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import RankManifest
-from kvxferd.wire.limits import MAX_NAME_CHARS
-from kvxferd.wire.peer import ManifestReply, ManifestRequest, refusal_of
+from kvxferd.wire.peer import ManifestReply, ManifestRequest
 
 READER = "the requesting node"  # as refusals name it
 # Of whole ranks in one reply. 64 ranks of 40 tensors are 450 KiB; the largest rank takes 3 MiB.
@@ -29,20 +28,18 @@ class HandshakeServer:
 
     def fetch(self, route: bytes, message: ManifestRequest, key: str = "") -> None:
         """Reply now or later. A repeated request changes nothing."""
-        try:
-            request = WaitingRequest(
-                name=(route, message.request),
-                peer_id=key or route.hex(),
-                route=route,
-                message=message,
-                wanted=f"hand out engine {EngineKey(message.engine_id, message.generation)}",
-                num_bytes=REQUEST_BYTES + _num_chars(message),
-                waits_for=frozenset([message.engine_id]),
-                reply=self._reply,
-            )
-            self._waiting.receive(request)
-        except KvxferdError as error:
-            self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
+        engine = EngineKey(message.engine_id, message.generation)
+        request = WaitingRequest(
+            name=(route, message.request),
+            peer_id=key or route.hex(),
+            route=route,
+            message=message,
+            wanted=f"hand out engine {engine}",
+            num_bytes=kept_bytes(*engine),
+            waits_for=frozenset([message.engine_id]),
+            reply=self._reply,
+        )
+        self._waiting.receive(request)
 
     def _reply(self, request: WaitingRequest[ManifestRequest]) -> Obstacle | None:
         """Send a page of the manifest, or return why the request must wait."""
@@ -94,14 +91,3 @@ def _page(ranks: tuple[RankManifest, ...]) -> tuple[RankManifest, ...]:
         if number and num_bytes > MAX_PAGE_BYTES:
             return ranks[:number]
     return ranks
-
-
-def _num_chars(message: ManifestRequest) -> int:
-    """Return the characters of its names. Raises EngineError where one is too long to be kept for seconds."""
-    lengths = len(message.engine_id), len(message.generation)
-    if (longest := max(lengths)) > MAX_NAME_CHARS:
-        raise EngineError(
-            f"cannot hand out an engine with a name of {longest} characters; {MAX_NAME_CHARS} is the limit",
-            Code.BAD_FRAME,
-        )
-    return sum(lengths)

@@ -10,16 +10,16 @@ from __future__ import annotations
 from enum import StrEnum
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker
+from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, ReplyToPeer, SendToWorker
 from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
 from kvxferd.core.limits.fair_share import Owner
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.rank import ASLEEP, LocalRank, MemberRank, RankRecord
+from kvxferd.core.ranks.rank import LocalRank, MemberRank, RankRecord
 from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.core.source.announced import Announcements, Report
+from kvxferd.core.source.announced import Announcements, Report, report_of
 from kvxferd.core.source.ended import EndedTransfers
 from kvxferd.core.source.publish_checks import Admitted, PublishChecks
 from kvxferd.core.source.transfer_table import ALL_TOKENS, Transfer, TransferKey, TransferTable
@@ -30,9 +30,9 @@ from kvxferd.ids import EngineKey, GrantId, SessionId, TransferId
 from kvxferd.layout import BlocksByGroup, append_ids
 from kvxferd.plan import check_open_blocks, covered_tokens
 from kvxferd.records import ReleaseRecord
-from kvxferd.wire.peer import TransferReleased
+from kvxferd.wire.peer import RankReady, RequestDone, TransferReleased
 from kvxferd.wire.traceparent import span_id_for
-from kvxferd.wire.worker import Publish, PublishRefused, Released
+from kvxferd.wire.worker import Publish, Released
 
 
 class TransferState(StrEnum):
@@ -96,7 +96,7 @@ class PublishedTransfers:
         blocks: BlocksByGroup,
         fence_word: bytes,
     ) -> None:
-        """Start a transfer's life, or refuse it."""
+        """Start a transfer's life. Raises KvxferdError: refused."""
         former = self.table.live.get((engine, message.transfer_id))
         if former is not None and _is_repeated(former, message, session):
             # Its client has connected anew, and the old connection's end, which releases it, is not seen yet.
@@ -106,14 +106,7 @@ class PublishedTransfers:
         except KvxferdError as error:
             if error.code is Code.RANK_LOST:  # the bytes are gone, and no reader may prove them
                 self._context.emit(OverwriteFenceWord(session.session_id, message.fence_slot))
-            refused = PublishRefused(
-                transfer_id=message.transfer_id,
-                code=error.code,
-                message=error.message,
-                retry_after_s=error.retry_after_s,
-            )
-            self._context.emit(SendToWorker(session.session_id, refused))
-            return
+            raise
         transfer = self._new_transfer(session, message, blocks, fence_word, admitted)
         self._next_state(transfer.key, TransferEvent.PUBLISH)
         for rank, report in self.announced.take(transfer.key).items():
@@ -217,6 +210,16 @@ class PublishedTransfers:
         self._waiting.wake(key)
         return True
 
+    def member_ready(self, route: bytes, member: MemberRank, message: RankReady) -> None:
+        """Record what a member's rank has written. A repeated request changes nothing.
+
+        A transfer that has ended has its tombstone for longer than a member repeats a request, and
+        `Announcements` has the requests about one that was never published.
+        """
+        report = report_of(message, (member.boot, message.request))
+        if self.rank_ready(member, message.transfer_id, report):
+            self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))  # else sent again
+
     def _next_state(self, key: TransferKey, event: TransferEvent) -> TransferState:
         """Return the state after the event. A KeyError is a bug of the caller."""
         if key in self.table.live:
@@ -312,10 +315,10 @@ class PublishedTransfers:
 
     def _notify_owners(self, transfer: Transfer, why: Code) -> None:
         engine = self._registry.get(transfer.engine)
-        records = list(engine.ranks.values()) if engine else []
-        sessions = {transfer.session, *(r.session for r in records if isinstance(r, LocalRank))}
+        sessions = {transfer.session, *(r.session for r in (engine.local_ranks() if engine else ()))}
         for session in sorted(sessions):
             self._context.emit(SendToWorker(session, Released(transfer_id=transfer.transfer_id, why=why)))
+        records = engine.ranks.values() if engine else ()
         members = {(r.route, r.key) for r in records if isinstance(r, MemberRank)}
         for route, key in sorted(members):
             message = TransferReleased(
@@ -354,8 +357,7 @@ class PublishedTransfers:
             assert not record.is_readable or record.incarnation == named, (
                 f"{key}: rank {rank} was mapped anew"
             )
-            is_asleep = isinstance(record, LocalRank) and record.state in ASLEEP
-            assert not is_asleep, f"{key}: rank {rank} sleeps"
+            assert not record.is_asleep, f"{key}: rank {rank} sleeps"
 
 
 def _is_repeated(former: Transfer, message: Publish, session: Session) -> bool:

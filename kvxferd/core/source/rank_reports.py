@@ -7,46 +7,43 @@ reconnects. A report is sent when a session joins, and whenever a rank comes or 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToWorker
+from kvxferd.core.ranks.rank import RankRecord
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.ids import EngineKey, Incarnation, Rank, SessionId
+from kvxferd.ids import SessionId
 from kvxferd.wire.worker import EngineRanks
 
 
 class RankReports:
     """Sends each session the changes of its engine's ranks, once."""
 
-    def __init__(self, context: NodeContext, registry: Registry) -> None:
+    def __init__(
+        self, context: NodeContext, registry: Registry, sessions: Mapping[SessionId, Session]
+    ) -> None:
         self._context = context
         self._registry = registry
-        self._sessions: dict[EngineKey, dict[SessionId, Session]] = {}
+        self._sessions = sessions
 
-    def add(self, session: Session, engine: EngineKey) -> None:
-        """Report the engine's ranks to the session from now on. Called before `Registered` is sent."""
-        self._sessions.setdefault(engine, {})[session.session_id] = session
-        known = self._registry.get(engine)
-        if known is not None and self._may_receive(session, engine):
-            ranks = tuple((rank, record.incarnation) for rank, record in known.ranks.items())
+    def report_rank(self, record: RankRecord) -> None:
+        """Report a rank that has come, or that was mapped anew. Its own session gets all ranks."""
+        for session in self._sessions.values():
+            if session.rank is record:
+                self.report_all(session)
+            elif session.engine == record.spec.key:
+                self._send(session, [record])
+
+    def report_all(self, session: Session) -> None:
+        """Report all ranks of its engine to a session. Called before `Registered` is sent."""
+        engine = self._registry.get(session.engine) if session.engine is not None else None
+        if engine is not None:
+            self._send(session, engine.ranks.values())
+
+    def _send(self, session: Session, records: Iterable[RankRecord]) -> None:
+        """Send a report to a session whose user owns the engine: it may have attached before its ranks."""
+        if session.engine is not None and self._registry.is_owner(session.uid, session.engine.engine_id):
+            ranks = tuple((record.spec.rank, record.incarnation) for record in records)
             self._context.emit(SendToWorker(session.session_id, EngineRanks(ranks=ranks)))
-
-    def remove(self, session: SessionId, engine: EngineKey) -> None:
-        """Stop the reports to a session. Does nothing where it gets none."""
-        sessions = self._sessions.get(engine)
-        if sessions is None:
-            return
-        sessions.pop(session, None)
-        if not sessions:
-            del self._sessions[engine]
-
-    def report_mapping(self, engine: EngineKey, rank: Rank, incarnation: Incarnation) -> None:
-        """Report a rank that has come, or whose memory has another mapping."""
-        report = EngineRanks(ranks=((rank, incarnation),))
-        for session in self._sessions.get(engine, {}).values():
-            if self._may_receive(session, engine):
-                self._context.emit(SendToWorker(session.session_id, report))
-
-    def _may_receive(self, session: Session, engine: EngineKey) -> bool:
-        """Whether the session's user owns the engine: it may have attached before another user's ranks."""
-        return self._registry.is_owner(session.uid, engine.engine_id)

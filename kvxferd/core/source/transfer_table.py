@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvxferd.core.limits.ledger import Charge, Ledger
 from kvxferd.core.limits.table import ACKNOWLEDGED, BLOCK_ID_BYTES
-from kvxferd.core.tables import decrease, discard
+from kvxferd.core.tables import discard
 from kvxferd.ids import (
     AgentName,
     Endpoint,
@@ -21,7 +21,7 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import BlocksByGroup, EngineSpec
 from kvxferd.records import ReaderRecord, TransferSnapshot
-from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_RANKS
+from kvxferd.wire.limits import MAX_RANKS
 from kvxferd.wire.peer import Consumer
 
 TransferKey = tuple[EngineKey, TransferId]
@@ -43,8 +43,8 @@ class Grant:
     grant_id: GrantId
     agents: frozenset[AgentName]  # the source movers that must poll while it lives
     granted_at: float
-    expires_at: float
-    peer_id: str = ""  # the reader's key, or its route
+    peer_id: str  # the reader's key, or its route
+    expires_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -97,7 +97,6 @@ class Transfer:
     charged_bytes: int = 0  # that count in its user's share
     traceparent: str = ""  # under which this node records it; "": it does not
     grants: dict[GrantId, Grant] = field(default_factory=dict)
-    num_grants_of_peer: Counter[str] = field(default_factory=Counter)  # by `Grant.peer_id`
     readers: dict[EngineKey, Reader] = field(default_factory=dict)
     reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # in ranks, by peer id
 
@@ -240,7 +239,7 @@ class TransferTable:
             fits = not cost or len(reader.acknowledged) < MAX_RANKS
         else:
             cost = READER_COST + acknowledges
-            fits = len(transfer.readers) < MAX_READERS and max(map(len, engine)) <= MAX_NAME_CHARS
+            fits = len(transfer.readers) < MAX_READERS
         if not fits or (cost and not self._reader_share.acquire(peer_id, cost)):
             return None
         transfer.reader_cost_of_peer[peer_id] += cost
@@ -254,20 +253,14 @@ class TransferTable:
                 yield ACKNOWLEDGED, peer_id, amount
 
     def add_grant(self, transfer: Transfer, grant: Grant) -> None:
-        """Put a grant on the transfer's lease, in place of a grant with the same id."""
-        if grant.grant_id not in transfer.grants:
-            transfer.num_grants_of_peer[grant.peer_id] += 1
+        """Put a new grant on the transfer's lease."""
         transfer.grants[grant.grant_id] = grant
         self.by_grant[grant.grant_id] = transfer
 
     def end_grant(self, grant_id: GrantId) -> Grant | None:
         """Take a grant off its lease and return it; None: it has ended before."""
         transfer = self.by_grant.pop(grant_id, None)
-        if transfer is None:
-            return None
-        grant = transfer.grants.pop(grant_id)
-        decrease(transfer.num_grants_of_peer, grant.peer_id)
-        return grant
+        return transfer.grants.pop(grant_id) if transfer is not None else None
 
     def published_by(self, session: SessionId) -> list[Transfer]:
         """Return the live transfers that a session published."""

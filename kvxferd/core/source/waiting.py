@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,15 +9,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
-from kvxferd.core.limits.checks import check_waiting
+from kvxferd.core.limits.checks import check_count
 from kvxferd.core.limits.ledger import Charge
-from kvxferd.core.limits.table import WAITING_BYTES
+from kvxferd.core.limits.table import WAITING_BYTES, WAITING_REQUESTS
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.source.transfer_table import TransferKey
-from kvxferd.core.tables import decrease, discard
-from kvxferd.errors import Code
+from kvxferd.core.tables import discard
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, EngineId
-from kvxferd.wire.peer import GrantRequest, ManifestRequest, PeerRefused, StillWaiting
+from kvxferd.wire.peer import GrantRequest, ManifestRequest, PeerRefused, StillWaiting, refusal_of
 
 M = TypeVar("M", GrantRequest, ManifestRequest)
 
@@ -36,7 +35,12 @@ WaitKey = EngineId | TransferKey | PollingOf
 RequestName = str | tuple[bytes, int]
 
 # What a request is counted for: itself, and each of its names beside the characters.
-REQUEST_BYTES, NAME_BYTES = 2048, 64
+_REQUEST_BYTES, _NAME_BYTES = 2048, 64
+
+
+def kept_bytes(*names: str) -> int:
+    """Return what a request with these names is counted for while it waits."""
+    return _REQUEST_BYTES + _NAME_BYTES * len(names) + sum(map(len, names))
 
 
 class Obstacle(NamedTuple):
@@ -74,7 +78,7 @@ class WaitingRequests:
         self._share = context.ledger[WAITING_BYTES]
         self._requests: dict[RequestName, WaitingRequest[Any]] = {}
         self._by_key: dict[WaitKey, dict[RequestName, None]] = {}
-        self._num_of_peer: Counter[str] = Counter()
+        self._places = context.ledger[WAITING_REQUESTS]
         self._due: set[RequestName] = set()  # to be considered soon
 
     def __len__(self) -> int:
@@ -83,13 +87,19 @@ class WaitingRequests:
     @property
     def most_of_peer(self) -> int:
         """How many requests of the peer wait that has most."""
-        return max(self._num_of_peer.values(), default=0)
+        return max(self._places.by_owner.values(), default=0)
 
     def receive(self, request: WaitingRequest[M]) -> None:
-        """Reply to a request, or keep it. Raises BusyError where it has no room.
+        """Reply to a request, keep it, or refuse it where it has no room.
 
         One that is sent again waits on. Another of the same name replaces it.
         """
+        try:
+            self._receive(request)
+        except KvxferdError as error:
+            self._context.emit(ReplyToPeer(request.route, refusal_of(request.message.request, error)))
+
+    def _receive(self, request: WaitingRequest[M]) -> None:
         now, known = self._context.now, self._requests.get(request.name)
         if known is not None and known.message.request == request.message.request:
             known.route, known.sent_at = request.route, now  # the last route is the live one
@@ -100,11 +110,13 @@ class WaitingRequests:
             return
         if known is not None:
             self.remove(known)
-        check_waiting(self._num_of_peer[request.peer_id], len(self), self._context.settings.limits)
+        num, limit = self._places.held_by(request.peer_id), self._context.settings.limits.max_waiting_per_peer
+        check_count(num, limit, f"{request.wanted}: {num} requests wait", "limits.max_waiting_per_peer")
+        self._places.check(request.peer_id, 1, request.wanted)
         self._share.check(request.peer_id, request.num_bytes, request.wanted)
         request.received_at = request.sent_at = now
         self._requests[request.name] = request
-        self._num_of_peer[request.peer_id] += 1
+        self._places.add(request.peer_id, 1)
         self._share.add(request.peer_id, request.num_bytes)
         for key in request.waits_for:
             self._by_key.setdefault(key, {})[request.name] = None
@@ -112,7 +124,9 @@ class WaitingRequests:
 
     def charges(self) -> Iterator[Charge]:
         """Yield what the requests are counted for."""
-        return ((WAITING_BYTES, request.peer_id, request.num_bytes) for request in self._requests.values())
+        for request in self._requests.values():
+            yield WAITING_REQUESTS, request.peer_id, 1
+            yield WAITING_BYTES, request.peer_id, request.num_bytes
 
     def get(self, name: RequestName) -> WaitingRequest[Any] | None:
         """Return the request of that name that waits."""
@@ -142,7 +156,7 @@ class WaitingRequests:
         del self._requests[request.name]
         for key in request.waits_for:
             discard(self._by_key, key, request.name)
-        decrease(self._num_of_peer, request.peer_id)
+        self._places.release(request.peer_id)
         self._share.release(request.peer_id, request.num_bytes)
         self._context.timers.cancel(("waits", request.name))
 

@@ -91,7 +91,7 @@ class Replay:
             "waiting requests": node.waiting,
             "early ready": list(node.published.announced),
             "polling": node.poll_requests._states,
-            "waiting for polling": node.member._pending,
+            "waiting for polling": [r for r in node.registry.local_ranks() if r.polling_request],
             "holds": node.grant_client.num_grants(),
         }
         return [f"{len(entries)} {name}" for name, entries in found.items() if len(entries)]

@@ -26,7 +26,7 @@ def test_a_rank_too_many_is_refused_and_may_come_when_another_has_gone():
     third = world.register(host, spec_of("other"))
     (refused,) = third.received(wk.Refused)
     assert (refused.code, refused.retry_after_s) == (Code.BUSY, RETRY_LATER_S)
-    assert "limits.max_ranks = 2" in refused.message
+    assert "2 of 2 (limits.max_ranks)" in refused.message
     second.close()
     world.register_again(third)
     assert third.received(wk.Registered)

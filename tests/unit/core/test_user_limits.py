@@ -8,7 +8,7 @@ from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.limits.table import ACKNOWLEDGED, EARLY_READY
+from kvxferd.core.limits.table import ACKNOWLEDGED, EARLY_READY, WAITING_REQUESTS
 from kvxferd.core.ranks import registration_checks
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
@@ -172,5 +172,5 @@ def test_the_last_questions_that_may_wait_are_of_who_has_few() -> None:
     for key in ("one", "two", "three"):
         for number in range(16):
             is_refused(key, number)
-    assert host.node.waiting._num_of_peer == {"one": 16, "two": 12, "three": 2}
+    assert host.node.context.ledger[WAITING_REQUESTS].by_owner == {"one": 16, "two": 12, "three": 2}
     assert not is_refused("quiet", 0)

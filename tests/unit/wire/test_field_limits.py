@@ -11,6 +11,7 @@ from msgspec import inspect
 from kvxferd.errors import ProtocolError
 from kvxferd.wire import mover, outlines, peer, worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, FROM_MOVER, PEER_MESSAGES, encode
+from kvxferd.wire.common import TransferRef
 from kvxferd.wire.limits import MAX_NAME_CHARS
 
 UNIONS = {
@@ -29,7 +30,6 @@ LAYOUT = (
     "layout.validate: what it refuses is not kept; a frame of 1 MiB, or wire.outlines, bounds its decoding"
 )
 NAMES = "core.manifest_checks.check_names, before it is kept"
-REF = "core.requests and core.granting check a reference's names before it is kept; else it is compared alone"
 IDS = "MAX_REQUEST_IDS_BYTES of core.arriving, and core.kept_ids"
 TICKETS = "core.requests refuses more than may run"
 PUBLISHED = "core.requests and core.source refuse it before it is kept"
@@ -48,10 +48,7 @@ CHECKED_ELSEWHERE = {
     "Resume.incarnation": "core.ranks, before it is kept",
     **dict.fromkeys(["BlockIds.ids", "PackedBlocks.ids"], IDS),
     **dict.fromkeys(["Publish.transfer_id", "Publish.incarnations"], PUBLISHED),
-    **dict.fromkeys(["Ready.transfer_id", "Ready.incarnation"], PUBLISHED),
     **dict.fromkeys(["DeliveredByMover.tickets", "PullsResumed.tickets", "PullsResumed.arrived"], TICKETS),
-    **dict.fromkeys([f"TransferRef.{name}" for name in ("endpoint", "engine_id", "generation")], REF),
-    **dict.fromkeys([f"TransferRef.{name}" for name in ("transfer_id", "nonce")], REF),
     **dict.fromkeys(
         ["Publish.blocks", "PullRequest.blocks", "Ready.blocks"],
         "layout.blocks: a group that is none is refused",
@@ -149,6 +146,8 @@ MANY = tuple(range(10_000))
         (PEER_MESSAGES, peer.RankReady(
             request=1, engine_id="e", generation="g", rank=(0, 0), transfer_id="t", incarnation="i",
             secret="")),
+        (CLIENT_MESSAGES, worker.Prepare(ref=TransferRef("tcp://p:1", "e", "g", LONG, "n"))),
+        (CLIENT_MESSAGES, worker.Ready(transfer_id="t", incarnation=LONG)),
         (PEER_MESSAGES, peer.ReleaseGrant(request=1, grant=LONG)),
         (PEER_MESSAGES, peer.TransferReleased(
             request=1, engine_id="e", generation="g", transfer_id=LONG, why="released")),
@@ -157,4 +156,18 @@ MANY = tuple(range(10_000))
 )  # fmt: skip
 def test_what_was_kept_at_any_length_is_not_decoded(decoder, message) -> None:
     with pytest.raises(ProtocolError, match="length"):
+        decoder.decode(encode(message))
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (CLIENT_MESSAGES, worker.Ready(transfer_id="t", incarnation="i", ready_tokens=-2)),
+        (PEER_MESSAGES, peer.RankReady(
+            request=1, engine_id="e", generation="g", rank=(0, 0), transfer_id="t", incarnation="i",
+            secret="s", ready_tokens=-2)),
+    ],
+)  # fmt: skip
+def test_an_impossible_report_is_not_decoded(decoder, message) -> None:
+    with pytest.raises(ProtocolError, match=">= -1"):
         decoder.decode(encode(message))

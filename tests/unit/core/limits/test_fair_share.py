@@ -134,14 +134,14 @@ def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
     node = first.host.node
     for _ in range(3):
         first.say(wk.Abandon(ref=ref_to("p")))
-    assert node.worker_requests._abandoning_share.held == 1
+    assert node.context.ledger[ABANDONED_TRANSFERS].held == 1
     for n in range(20):
         first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
-    assert node.worker_requests._abandoning_share.held_by(FIRST) == 14
+    assert node.context.ledger[ABANDONED_TRANSFERS].held_by(FIRST) == 14
     second.say(wk.Abandon(ref=ref_to("p")))
-    assert node.worker_requests._abandoning_share.held_by(SECOND) == 1
+    assert node.context.ledger[ABANDONED_TRANSFERS].held_by(SECOND) == 1
     world.advance(130.0)
-    assert node.worker_requests._abandoning_share.held == 0
+    assert node.context.ledger[ABANDONED_TRANSFERS].held == 0
     assert not node.sessions[first.session].abandoning
 
 

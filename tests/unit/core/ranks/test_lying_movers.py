@@ -50,7 +50,7 @@ def test_another_mover_serves_no_fence_page(world, source, sink):
     own = mover_of(source)
     pages.page_refused(own.mover, source.session)
     own.mute = True
-    pages.reassign(source.spec.engine_id, host.node.sessions)
+    pages.reassign(source.spec.engine_id)
     host.node.context.pop_effects()
     other.say(mv.FenceMapped(session=source.session, address=page.address, metadata=b"other"))
     assert pages.get(source.session) is None

@@ -12,7 +12,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import Generation, Incarnation
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message
-from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankPollingRequest, RankReady, RequestDone
+from kvxferd.wire.peer import JoinRank, LeaveRank, RankPollingRequest, RankReady, RequestDone
 from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
@@ -201,24 +201,6 @@ def test_a_rank_whose_mover_is_replaced_is_kept_for_its_key(world, stages):
     )
     world.advance(2)
     assert record_of(home).route == b"p1"
-
-
-@pytest.mark.parametrize("field", ["transfer_id", "incarnation"])
-def test_a_ready_of_a_name_that_is_no_name_keeps_nothing(world, stages, field):
-    home = stages[0].host
-    record = record_of(home)
-    facts = {"transfer_id": "t", "incarnation": record.incarnation} | {field: "x" * 100_000}
-    ready = RankReady(
-        request=7,
-        engine_id=KEY.engine_id,
-        generation="g1",
-        rank=SECOND,
-        secret=stages[1].host.node.member._secret,
-        **facts,
-    )
-    effects = home.node.feed(ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")), world.now)
-    assert [type(effect.message) for effect in effects] == [PeerRefused]
-    assert not list(home.node.published.announced)
 
 
 @pytest.mark.parametrize("is_of_other_shape", [True, False])

@@ -321,14 +321,6 @@ def test_a_publish_with_an_impossible_number_is_refused(world, source, ready):
     assert refused.code is Code.BLOCKS_INVALID
 
 
-def test_an_impossible_report_ends_its_session_alone(world, source, sink):
-    other = world.engine(world.hosts["p"], "other")[0]
-    source.ready("t1", -2)
-    assert source.received(wk.Farewell)
-    ref = other.publish("t1", SOURCE_IDS, TOKENS)
-    assert isinstance(sink.ended(pull(sink, ref)), wk.TicketDelivered)
-
-
 def test_blocks_of_another_mapping_of_the_memory_end_the_transfer(world, source, sink):
     ticket = pull(sink, publish(source, ready=8))
     blocks = {"full": PackedBlocks(pack_ids(SOURCE_IDS[2:]))}

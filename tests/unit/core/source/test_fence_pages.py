@@ -22,8 +22,8 @@ def test_a_page_of_another_user_is_registered_by_no_mover_of_the_engine(world, u
     stranger = world.connect(host, uid)
     attach(stranger)
     rank = world.register(host, spec_of("prefill", publish_implies_ready=True), uid=1000)
-    assert host.node.fence_pages.is_served(rank.session)
-    assert not host.node.fence_pages.is_served(stranger.session)
+    assert host.node.fence_pages.get(rank.session)
+    assert stranger.session not in host.node.fence_pages._pages
     stranger.publish("t1", IDS, TOKENS)
     assert [m.code for m in stranger.received(wk.PublishRefused)] == [Code.OUT_OF_PLACE]
 

@@ -8,7 +8,6 @@ import pytest
 
 from kvxferd.core import events as ev
 from kvxferd.core.context import CALLS_PER_TICK
-from kvxferd.core.limits.table import WAITING_BYTES
 from kvxferd.core.source.grants import GrantServer
 from kvxferd.core.source.manifests import HandshakeServer
 from kvxferd.core.source.waiting import Obstacle, WaitingRequest
@@ -102,8 +101,7 @@ def test_the_engines_own_change_is_looked_at(looked_at: list[object], waiting: t
     kept = source.host.node.waiting
     assert not len(kept)
     assert not kept._by_key
-    assert not kept._num_of_peer
-    assert not source.host.node.context.ledger[WAITING_BYTES].held
+    assert not kept.most_of_peer
 
 
 def test_what_many_wait_for_is_looked_at_in_turns(
