@@ -41,9 +41,9 @@ from kvxferd.core.events import (
     WorkerDisconnected,
     WorkerMessage,
 )
+from kvxferd.core.limits.block_id_memory import reserve_arriving
 from kvxferd.core.limits.ledger import Charge
-from kvxferd.core.limits.reassembly_memory import ReassemblyMemory
-from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES
+from kvxferd.core.limits.table import ARRIVING_ID_BYTES, BLOCK_ID_BYTES, INFLIGHT_BYTES
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.peers import Peer, Peers
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
@@ -164,7 +164,6 @@ class Node:
         self.sessions: dict[SessionId, Session] = {}
         self.owners = Owners(self.context)
         self.registry = Registry(endpoint, self.owners)
-        self.reassembly_memory = ReassemblyMemory(self.context.ledger, self.registry.user_has_rank)
         self.movers = Movers(self.context, self._detach_mover, self._is_mover_needed)
         self.chunk_memory = ChunkMemory(self.context, self.context.settings.limits.staging_bytes)
         self.fence_pages = FencePages(self.context, self.registry)
@@ -344,7 +343,8 @@ class Node:
         )  # fmt: skip
         for part in parts:
             yield from part.charges()
-        yield from self.reassembly_memory.charges(self.sessions.values())
+        for session in self.sessions.values():
+            yield ARRIVING_ID_BYTES, session.uid, session.assembly.num_bytes
         holds = [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
         yield from self.handshake_client.charges(holds)
 
@@ -436,7 +436,10 @@ class Node:
 
     def _start_session(self, event: WorkerConnected) -> None:
         opened = Session(event.session, event.pid, event.uid)
-        opened.assembly = BlockIdAssembly(lambda num_bytes: self.reassembly_memory.reserve(opened, num_bytes))
+        share = self.context.ledger[ARRIVING_ID_BYTES]
+        opened.assembly = BlockIdAssembly(
+            lambda num_bytes: reserve_arriving(share, event.uid, opened.assembly.num_bytes, num_bytes)
+        )
         self.sessions[event.session] = opened
 
     def _receive_worker_message(self, event: WorkerMessage) -> None:

@@ -190,10 +190,6 @@ class Registry:
         """Return how many ranks each user has here."""
         return Counter(rank.uid for rank in self.local_ranks())
 
-    def user_has_rank(self, uid: int) -> bool:
-        """Whether the user has a rank here."""
-        return any(rank.uid == uid for rank in self.local_ranks())
-
     def is_superseded(self, key: EngineKey) -> bool:
         """Whether a newer generation of the engine is here: this one gets no new grants."""
         return self.newest(key.engine_id) not in (None, key)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
@@ -31,16 +30,6 @@ MAX_ENGINES_PER_PEER = 64
 WAIT_EXPIRED_CODES = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
 
 
-OnLearnt = Callable[[HeldGrant, RemoteEngine | Refusal], None]
-
-
-class EngineWaiter(NamedTuple):
-    """A grant that waits for an engine's manifest, and until `deadline` for the engine's missing ranks."""
-
-    grant: HeldGrant
-    deadline: float
-
-
 @dataclass(slots=True)
 class EngineFetch:
     """An engine's manifest that is fetched, for all grants that wait for it."""
@@ -50,7 +39,7 @@ class EngineFetch:
     uid: int  # who asked first
     started_at: float
     deadline: float
-    waiting: dict[GrantId, EngineWaiter]
+    waiting: dict[GrantId, HeldGrant]
     known: list[RankManifest] = field(default_factory=list)  # of the pages that are here
     num_bytes: int = 0  # of these, charged until the engine is
     asked: int = 0  # the number of the last `ManifestRequest`
@@ -69,9 +58,10 @@ class HandshakeClient:
         self._fetches: dict[tuple[Endpoint, EngineKey], EngineFetch] = {}
         self._learning_share = context.ledger[FETCHED_ENGINES]
         self._learnt_bytes_share = context.ledger[REMOTE_ENGINE_BYTES]
-        self.on_learnt: OnLearnt = lambda grant, outcome: None  # an engine is acquired for the grant
+        # An engine is acquired for the grant.
+        self.on_learnt: Callable[[HeldGrant, RemoteEngine | Refusal], None] = lambda grant, outcome: None
 
-    def learn_engine(self, grant: HeldGrant, wait_s: float) -> None:
+    def learn_engine(self, grant: HeldGrant) -> None:
         """Fetch the manifest of a grant's engine; call `on_learnt` at once where it is known."""
         endpoint, key, uid = grant.ref.endpoint, grant.ref.engine, grant.rank.uid
         peer, fetch = self._peers.get(endpoint), self._fetches.get((endpoint, key))
@@ -87,11 +77,10 @@ class HandshakeClient:
         if key in peer.engines:
             self.on_learnt(grant, peer.engines[key].acquire())
             return
-        waiter = EngineWaiter(grant, self._context.now + wait_s)
         if fetch is not None:
-            fetch.waiting[grant.grant_id] = waiter
+            fetch.waiting[grant.grant_id] = grant
         else:
-            self._fetch_engine(peer, key, {grant.grant_id: waiter})
+            self._fetch_engine(peer, key, {grant.grant_id: grant})
 
     def asked_for(self, grant: HeldGrant) -> int:
         """Return the number of the request that the grant waits for; 0: it waits for none."""
@@ -103,10 +92,10 @@ class HandshakeClient:
         if fetch := self._fetches.get((grant.ref.endpoint, grant.ref.engine)):
             fetch.waiting.pop(grant.grant_id, None)
 
-    def _fetch_engine(self, peer: Peer, key: EngineKey, waiting: dict[GrantId, EngineWaiter]) -> None:
+    def _fetch_engine(self, peer: Peer, key: EngineKey, waiting: dict[GrantId, HeldGrant]) -> None:
         """Request the manifest, for all that wait for it, as long as one of them waits."""
-        longest = max(waiting.values(), key=lambda waiter: waiter.deadline)
-        fetch = EngineFetch(peer, key, longest.grant.rank.uid, self._context.now, longest.deadline, waiting)
+        longest = max(waiting.values(), key=lambda grant: grant.learn_by)
+        fetch = EngineFetch(peer, key, longest.rank.uid, self._context.now, longest.learn_by, waiting)
         self._fetches[peer.endpoint, key] = fetch
         self._learning_share.add(fetch.uid, 1)
         self._request_page(fetch)
@@ -142,7 +131,7 @@ class HandshakeClient:
         place = (fetch.peer.endpoint, fetch.key)
         if self._fetches[place] is fetch:
             del self._fetches[place]
-        users = dict.fromkeys([*(waiter.grant.rank.uid for waiter in fetch.waiting.values()), fetch.uid])
+        users = dict.fromkeys([*(grant.rank.uid for grant in fetch.waiting.values()), fetch.uid])
         outcome = refusal or self._charge_engine(self._parse_engine(fetch, reply), users)
         if isinstance(outcome, Refusal) and outcome.code in WAIT_EXPIRED_CODES:
             self._fetch_for_longer_waits(fetch)
@@ -154,8 +143,8 @@ class HandshakeClient:
         One user's pull of half a second must not fail another's of ten seconds.
         """
         deadline = max(fetch.deadline, self._context.now)
-        if later := {name: waiter for name, waiter in fetch.waiting.items() if waiter.deadline > deadline}:
-            fetch.waiting = {name: waiter for name, waiter in fetch.waiting.items() if name not in later}
+        if later := {name: grant for name, grant in fetch.waiting.items() if grant.learn_by > deadline}:
+            fetch.waiting = {name: grant for name, grant in fetch.waiting.items() if name not in later}
             self._fetch_engine(fetch.peer, fetch.key, later)
 
     def _charge_engine(self, read: RemoteEngine | Refusal, users: Collection[int]) -> RemoteEngine | Refusal:
@@ -218,9 +207,9 @@ class HandshakeClient:
             if len(peer.engines) > MAX_ENGINES_PER_PEER:
                 peer.forget_engine(next(iter(peer.engines)))
         self._context.emit(EmitRecord(self._record(fetch, outcome)))
-        for waiter in fetch.waiting.values():
-            go_on = partial(self.on_learnt, waiter.grant, _acquired(outcome))
-            self._context.put_off(waiter.grant.rank.uid, go_on)
+        for grant in fetch.waiting.values():
+            go_on = partial(self.on_learnt, grant, _acquired(outcome))
+            self._context.put_off(grant.rank.uid, go_on)
         if isinstance(outcome, RemoteEngine):
             outcome.release()  # its use since it was charged
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.core.limits.table import ARRIVING_ID_BYTES
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import BootId, Endpoint, GrantId, MoverId, SessionId
 from kvxferd.mover.backends import Backend
@@ -315,7 +316,7 @@ class Daemon(Actor, SimNode):
             "refused sources": node.pulls.source_breaker.num_refused,
             "polled movers": len(node.poll_requests._states),
             "chunks": node.chunk_memory.num_bytes,
-            "bytes of parts": node.reassembly_memory.num_bytes,
+            "bytes of parts": node.context.ledger[ARRIVING_ID_BYTES].held,
             "retired movers": node.movers.num_ending(),
             "early readies": sum(
                 bool(one.reports)
