@@ -137,16 +137,6 @@ class Pulls:
         """Return the pulls of the rank that has most."""
         return max(map(len, self._by_session.values()), default=0)
 
-    @property
-    def num_quarantined(self) -> int:
-        """Return how many pulls are in doubt."""
-        return sum(pull.phase is PullPhase.IN_DOUBT for pull in self._pulls.values())
-
-    @property
-    def quarantined_bytes(self) -> int:
-        """Return the local bytes of the blocks of pulls in doubt."""
-        return sum(pull.local_bytes for pull in self._pulls.values() if pull.phase is PullPhase.IN_DOUBT)
-
     def next_id(self) -> PullId:
         """Return a pull number that was never used before."""
         self._last_id += 1

@@ -307,7 +307,6 @@ class Daemon(Actor, SimNode):
         node = self.node
         kept = {
             "pulls": len(node.pulls),
-            "quarantined pulls": node.pulls.num_quarantined,
             "transfers": len(node.published.table.live),
             "grants": len(node.published.table.by_grant),
             "holds": sum(node.grant_client.num_grants().values()),
