@@ -558,7 +558,7 @@ class Node:
                 try:
                     self.peers.handle(endpoint, message)
                 except ProtocolError as error:
-                    self.peers.protocol_broken(endpoint, error)
+                    self.peers.give_up(endpoint, error)
 
     def _request_settled(self, asked: OpenRequest, reply: peer_wire.ReplyMessage) -> None:
         """Go on with the one reply to a request of this node, or its refusal made here: each kind of it."""
