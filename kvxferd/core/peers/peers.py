@@ -14,7 +14,7 @@ from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import OPEN_REQUESTS, PEERS, RETRY_LATER_S
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, OpenRequest, PeerRequests
-from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
+from kvxferd.errors import BusyError, Code, KvxferdError, PeerError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineKey
 from kvxferd.records import PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.wire.endpoint import address_of
@@ -219,9 +219,7 @@ class Peers:
         elif asked.is_unanswered:
             self._mark_silent(peer)
         elif self._peers.get(peer.endpoint) is peer:
-            refused = as_refusal(reply)
-            error = KvxferdError(refused.message, refused.code, retry_after_s=refused.retry_after_s)
-            self.give_up(peer.endpoint, error)
+            self.give_up(peer.endpoint, as_error(reply))
 
     def _mark_silent(self, peer: Peer) -> None:
         """Forget what was learnt from the peer: after a silence another daemon may be there.
@@ -417,19 +415,15 @@ def _is_supported(version: int) -> bool:
     return PEER_VERSIONS.oldest <= version <= PEER_VERSIONS.newest
 
 
-def as_refusal(reply: ReplyMessage) -> PeerRefused:
-    """Return the refusal; for a reply of the wrong kind, a refusal that names it."""
+def as_error(reply: ReplyMessage) -> KvxferdError:
+    """Return what a refusal reports; for a reply of the wrong kind, an error that names it."""
     if isinstance(reply, PeerRefused):
-        return reply
+        return KvxferdError(reply.message, reply.code, retry_after_s=reply.retry_after_s)
     if isinstance(reply, PeerWelcome):
-        return PeerRefused(
-            request=reply.request,
-            code=Code.BAD_VERSION,
-            message=f"cannot speak with the peer: it chose protocol version {reply.version}, "
+        return PeerError(
+            f"cannot speak with the peer: it chose protocol version {reply.version}, "
             f"and this one speaks {PEER_VERSIONS}; upgrade the older",
+            Code.BAD_VERSION,
         )
-    return PeerRefused(
-        request=reply.request,
-        code=Code.BAD_FRAME,
-        message=f"cannot use the peer's reply: it is a {type(reply).__name__}",
-    )
+    text = f"cannot use the peer's reply: it is a {type(reply).__name__}"
+    return PeerError(text, Code.BAD_FRAME)

@@ -10,7 +10,7 @@ import msgspec
 from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.block_id_memory import request_bytes
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
-from kvxferd.core.peers.peers import Peers
+from kvxferd.core.peers.peers import Peers, as_error
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, PeerRequests
 from kvxferd.core.ranks.movers import Movers
@@ -36,7 +36,6 @@ from kvxferd.wire.peer import (
     GrantReply,
     GrantRequest,
     GrantsRenewed,
-    PeerRefused,
     ReleaseGrant,
     RenewGrants,
     ReplyMessage,
@@ -249,11 +248,9 @@ class GrantClient:
 
     def _take(self, hold: HeldGrant, reply: ReplyMessage) -> GrantReply:
         """Keep the ids of a reply behind those that came before. Raises KvxferdError where that cannot be."""
-        if isinstance(reply, PeerRefused):
-            raise KvxferdError(reply.message, reply.code, retry_after_s=reply.retry_after_s)
-        before, uid = hold.granted, hold.rank.uid
         if not isinstance(reply, GrantReply):
-            raise _unusable(f"a {type(reply).__name__}")
+            raise as_error(reply)
+        before, uid = hold.granted, hold.rank.uid
         if problem := _grant_error(reply, hold.after_tokens):
             raise _unusable(problem)
         if before is not None and (

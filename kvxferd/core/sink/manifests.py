@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,11 +13,11 @@ from kvxferd.core.limits.table import FETCHED_ENGINES, REMOTE_ENGINE_BYTES
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifests
-from kvxferd.core.peers.peers import Peer, Peers, as_refusal
+from kvxferd.core.peers.peers import Peer, Peers, as_error
 from kvxferd.core.peers.remote_engine import RemoteEngine, manifest_bytes
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.sink.held_grant import HeldGrant
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError, PeerError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, GrantId
 from kvxferd.plan import check_engine, digest_of_layouts
 from kvxferd.records import HandshakeRecord
@@ -116,26 +116,40 @@ class HandshakeClient:
 
     def answered(self, fetch: EngineFetch, reply: ReplyMessage) -> None:
         """Ask for the next page; or finish, with all ranks or with why they cannot be had."""
-        refusal: Refusal | None = None
-        if isinstance(reply, ManifestReply):
-            fetch.known.extend(reply.ranks)
-            if reply.ranks and len(fetch.known) < reply.num_ranks:
-                size = manifest_bytes(reply.ranks)
-                if self._learnt_bytes_share.acquire(fetch.uid, size):
-                    fetch.num_bytes += size
-                    self._request_page(fetch)
-                    return
-                refusal = self._no_room(fetch.key, fetch.uid)
+        outcome: RemoteEngine | Refusal
+        try:
+            if self._keep_page(fetch, reply):
+                self._request_page(fetch)
+                return
+            outcome = self._parse_engine(fetch)
+        except KvxferdError as error:
+            outcome = Refusal.of(error)
         self._learnt_bytes_share.release(fetch.uid, fetch.num_bytes)
         self._learning_share.release(fetch.uid)
         place = (fetch.peer.endpoint, fetch.key)
         if self._fetches[place] is fetch:
             del self._fetches[place]
-        users = dict.fromkeys([*(grant.rank.uid for grant in fetch.waiting.values()), fetch.uid])
-        outcome = refusal or self._charge_engine(self._parse_engine(fetch, reply), users)
-        if isinstance(outcome, Refusal) and outcome.code in WAIT_EXPIRED_CODES:
+        if isinstance(outcome, RemoteEngine):
+            outcome = self._charge_engine(fetch, outcome)
+        elif outcome.code in WAIT_EXPIRED_CODES:
             self._fetch_for_longer_waits(fetch)
         self._finish_learning(fetch, outcome)
+
+    def _keep_page(self, fetch: EngineFetch, reply: ReplyMessage) -> bool:
+        """Keep the ranks of a reply; return whether there are more. Raises KvxferdError where it has none."""
+        if not isinstance(reply, ManifestReply):
+            raise as_error(reply)
+        if not reply.ranks or any(manifest.spec.key != fetch.key for manifest in reply.ranks):
+            text = f"cannot use the manifest of engine {fetch.key}: it is of another engine"
+            raise PeerError(text, Code.BAD_FRAME)
+        fetch.known.extend(reply.ranks)
+        if len(fetch.known) >= reply.num_ranks:
+            return False
+        size = manifest_bytes(reply.ranks)
+        self._learnt_bytes_share.check(fetch.uid, size, f"learn engine {fetch.key}")
+        self._learnt_bytes_share.add(fetch.uid, size)
+        fetch.num_bytes += size
+        return True
 
     def _fetch_for_longer_waits(self, fetch: EngineFetch) -> None:
         """Request the manifest again for those with a longer wait, who wait for this one no more.
@@ -147,25 +161,21 @@ class HandshakeClient:
             fetch.waiting = {name: grant for name, grant in fetch.waiting.items() if name not in later}
             self._fetch_engine(fetch.peer, fetch.key, later)
 
-    def _charge_engine(self, read: RemoteEngine | Refusal, users: Collection[int]) -> RemoteEngine | Refusal:
+    def _charge_engine(self, fetch: EngineFetch, learnt: RemoteEngine) -> RemoteEngine | Refusal:
         """Charge the engine to the first waiting user with room, for as long as it is used.
 
         A user's engines that were learnt first are forgotten before; a pull that needs one learns it again.
         A first user without room must not cause a refusal to the others.
         """
-        if isinstance(read, Refusal):
-            return read
-        shares, size = self._learnt_bytes_share, read.num_bytes
+        shares, size = self._learnt_bytes_share, learnt.num_bytes
+        users = dict.fromkeys([*(grant.rank.uid for grant in fetch.waiting.values()), fetch.uid])
         for uid in users:
             if not shares.has_room(uid, size):
                 self._forget_engines(uid, size)
             if shares.has_room(uid, size):
-                read.charge(shares, uid)
-                return read
-        return self._no_room(read.spec.key, next(iter(users)))
-
-    def _no_room(self, key: EngineKey, uid: int) -> Refusal:
-        return Refusal.of(self._learnt_bytes_share.refusal(uid, f"learn engine {key}"))
+                learnt.charge(shares, uid)
+                return learnt
+        return Refusal.of(shares.refusal(next(iter(users)), f"learn engine {fetch.key}"))
 
     def _forget_engines(self, uid: int, size: int) -> None:
         for peer in self._peers:
@@ -174,28 +184,18 @@ class HandshakeClient:
                 if self._learnt_bytes_share.has_room(uid, size):
                     return
 
-    def _parse_engine(self, fetch: EngineFetch, reply: ReplyMessage) -> RemoteEngine | Refusal:
-        """Return the engine of these ranks, or why it cannot be read. The reply had the last of them."""
-        key, manifests = fetch.key, fetch.known
-        if not isinstance(reply, ManifestReply):
-            refused = as_refusal(reply)
-            return Refusal(refused.code, refused.message, refused.retry_after_s)
-        if not reply.ranks or any(manifest.spec.key != key for manifest in manifests):
-            return Refusal(
-                Code.BAD_FRAME, f"cannot use the manifest of engine {key}: it is of another engine"
-            )
-        try:
-            ranks, layouts = check_manifests(manifests, self._layout_cache)
-            check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
-            if sorted(ranks) != manifests[0].spec.ranks():
-                text = f"cannot use the manifest of engine {key}: {len(ranks)} of its ranks are in it"
-                raise EngineError(text, Code.ENGINE_INCOMPLETE)
-            workers = ({rank: manifest} for rank, manifest in ranks.items())
-            ranks = aggregate_metadata(workers, "this node", self._context.settings.pp_aware)
-        except KvxferdError as error:
-            return Refusal.of(error)
+    def _parse_engine(self, fetch: EngineFetch) -> RemoteEngine:
+        """Return the engine of the ranks that are here. Raises KvxferdError where it cannot be read."""
+        spec = fetch.known[0].spec
+        ranks, layouts = check_manifests(fetch.known, self._layout_cache)
+        check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
+        if sorted(ranks) != spec.ranks():
+            text = f"cannot use the manifest of engine {fetch.key}: {len(ranks)} of its ranks are in it"
+            raise EngineError(text, Code.ENGINE_INCOMPLETE)
+        workers = ({rank: manifest} for rank, manifest in ranks.items())
+        ranks = aggregate_metadata(workers, "this node", self._context.settings.pp_aware)
         digest = digest_of_layouts({rank: checked.digest for rank, checked in layouts.items()})
-        return RemoteEngine(manifests[0].spec, ranks, digest)
+        return RemoteEngine(spec, ranks, digest)
 
     def _finish_learning(self, fetch: EngineFetch, outcome: RemoteEngine | Refusal) -> None:
         peer, key = fetch.peer, fetch.key
