@@ -62,20 +62,9 @@ def check_waiting(num_of_peer: int, num_waiting: int, limits: LimitsConfig) -> N
 
     `num_of_peer` of the `num_waiting` requests come from the same CURVE key, or without keys the same route.
     """
-    what = "wait for what was asked: too many requests wait"
-    check_count(num_waiting, limits.max_waiting, what, "limits.max_waiting")
+    what, most = "wait for what was asked: too many requests wait", limits.max_waiting
+    check_count(num_waiting, most, what, "limits.max_waiting")
     check_count(num_of_peer, limits.max_waiting_per_peer, what, "limits.max_waiting_per_peer")
-    check_reserve(num_of_peer, num_waiting, limits.max_waiting, what, "limits.max_waiting")
-
-
-def check_reserve(
-    num_of_peer: int, num: int, limit: int, what: str, setting: str, retry_after_s: float = RETRY_AFTER_S
-) -> None:
-    """Raise BusyError if one more of a peer that has many would be in the last eighth of a limit.
-
-    The rule is that of `fair_share` for users: a few peers, each at its own limit, must not exclude others.
-    """
-    if num >= limit - limit // RESERVE_DIVISOR:
-        check_count(
-            num_of_peer, max(1, limit // SMALL_DIVISOR), what, f"a sixteenth of {setting}", retry_after_s
-        )
+    # The rule of `fair_share` for users: a few peers, each at its own limit, must not exclude others.
+    if num_waiting >= most - most // RESERVE_DIVISOR:
+        check_count(num_of_peer, max(1, most // SMALL_DIVISOR), what, "a sixteenth of limits.max_waiting")

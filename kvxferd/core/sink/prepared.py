@@ -36,10 +36,6 @@ class PreparedGrants:
         for hold in self:
             yield BLOCK_ID_BYTES, hold.rank.uid, ENTRY_BYTES + hold.charged_bytes
 
-    def num_of(self, session: SessionId) -> int:
-        """Return how many a session has."""
-        return len(self._of_session.get(session, ()))
-
     def prepare(self, session: Session, rank: LocalRank, ref: TransferRef) -> None:
         """Request a grant, unless it is requested already or there is no room: the pull requests its own."""
         prepared = self._of_session.setdefault(session.session_id, {})

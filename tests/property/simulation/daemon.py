@@ -305,6 +305,7 @@ class Daemon(Actor, SimNode):
     def leftovers(self) -> list[str]:
         """Return what a node without work would not remember."""
         node = self.node
+        breaker = node.pulls.source_breaker
         kept = {
             "pulls": len(node.pulls),
             "transfers": len(node.published.table.live),
@@ -312,7 +313,7 @@ class Daemon(Actor, SimNode):
             "holds": sum(node.grant_client.num_grants().values()),
             "requests": self._num_requests_of_work(),
             "waiting requests": len(node.waiting),
-            "refused sources": node.pulls.source_breaker.num_refused,
+            "refused sources": sum(breaker._left_s(at) > 0 for at in breaker._stalled_at.values()),
             "polled movers": len(node.poll_requests._states),
             "chunks": node.chunk_memory.num_bytes,
             "bytes of parts": node.context.ledger[ARRIVING_ID_BYTES].held,

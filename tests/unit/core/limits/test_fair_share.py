@@ -86,9 +86,9 @@ def test_prepared_pulls_have_a_share_of_each_user(monkeypatch: pytest.MonkeyPatc
     for n in range(20):
         first.say(wk.Prepare(ref=ref_to("p", f"t{n}")))
     kept = node.context.ledger[BLOCK_ID_BYTES]
-    assert (node.prepared.num_of(first.session), kept.held_by(FIRST)) == (14, 14 * ENTRY_BYTES)
+    assert (len(list(node.prepared)), kept.held_by(FIRST)) == (14, 14 * ENTRY_BYTES)
     second.say(wk.Prepare(ref=ref_to("p")))
-    assert node.prepared.num_of(second.session) == 1
+    assert len(list(node.prepared)) == 15
     first.close()
     assert kept.held_by(FIRST) == 0
 
@@ -124,7 +124,7 @@ def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() 
         sink.say(wk.Abandon(ref=ref))
     assert [m.why for m in source.received(wk.Released)] == [Code.ABANDONED] * 8
     assert sink.host.node.context.ledger[BLOCK_ID_BYTES].held == 0
-    assert not sink.host.node.prepared.num_of(sink.session)
+    assert not list(sink.host.node.prepared)
 
 
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
