@@ -209,8 +209,7 @@ class Node:
             assert transfer.session in self.sessions, f"{transfer.transfer_id}: its publisher is gone"
         self.pulls.check_integrity()
         self.peers.check_integrity()
-        holds = [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
-        self.grant_client.plans.check_integrity(holds)
+        self.grant_client.plans.check_integrity(self._holds())
         self.poll_requests.check_integrity()
         self.chunk_memory.check_integrity()
         if not self.context.is_behind:  # a call that is put off may hold an engine
@@ -232,8 +231,10 @@ class Node:
             yield from part.charges()
         for session in self.sessions.values():
             yield ARRIVING_ID_BYTES, session.uid, session.assembly.num_bytes
-        holds = [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
-        yield from self.handshake_client.charges(holds)
+        yield from self.handshake_client.charges(self._holds())
+
+    def _holds(self) -> list[HeldGrant]:
+        return [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
 
     # --- events
 

@@ -208,7 +208,7 @@ class Peers:
 
     def hello_answered(self, peer: Peer, asked: OpenRequest, reply: ReplyMessage) -> None:
         """Go on with a peer that is there; fail the requests to one that refuses this daemon."""
-        if isinstance(reply, PeerWelcome) and _is_supported(reply.version):
+        if isinstance(reply, PeerWelcome) and PEER_VERSIONS.oldest <= reply.version <= PEER_VERSIONS.newest:
             former, peer.boot = peer.boot, reply.boot
             peer.round_trip_s = self._context.now - asked.opened_at
             if former not in (None, reply.boot):
@@ -409,10 +409,6 @@ class Peers:
             if self._context.now - max(waiting_since, peer.last_seen_at or 0.0) > patience_s:
                 return "silent"
         return "up" if peer.boot else "connecting"
-
-
-def _is_supported(version: int) -> bool:
-    return PEER_VERSIONS.oldest <= version <= PEER_VERSIONS.newest
 
 
 def as_error(reply: ReplyMessage) -> KvxferdError:

@@ -54,11 +54,6 @@ class OpenRequest:
     why: str = ""  # it waits at the peer, as that has said
     waiting_at: float = 0.0  # when the last `StillWaiting` arrived; at first, when the request was sent
 
-    @property
-    def ends_at(self) -> float:
-        """When it is refused here, however often the peer has said that it waits."""
-        return self.opened_at + self.timeout_s
-
 
 OnSettled = Callable[[OpenRequest, ReplyMessage], None]
 
@@ -99,7 +94,8 @@ class PeerRequests:
 
     def _schedule_give_up(self, number: int) -> None:
         open_request = self._open[number]
-        when = min(open_request.ends_at, open_request.waiting_at + open_request.silent_s)
+        ends_at = open_request.opened_at + open_request.timeout_s  # however often the peer says that it waits
+        when = min(ends_at, open_request.waiting_at + open_request.silent_s)
         self._context.timers.set(("give-up", number), when, lambda: self._time_out(number))
 
     def _send(self, number: int) -> None:

@@ -159,7 +159,7 @@ def test_a_burst_then_so_many_a_second_of_each_user() -> None:
     for uid in range(100):
         rate.acquire(uid, 11.0)
     rate.acquire(FIRST, 100.0)
-    assert len(rate._buckets) == 1
+    assert len(rate._full_at) == 1
 
 
 def test_who_registers_and_leaves_in_a_loop_is_busy_and_others_register() -> None:
