@@ -214,7 +214,8 @@ class Peers:
             if former not in (None, reply.boot):
                 peer.forget_engines()
                 text = f"cannot wait for {address_of(peer.endpoint)}: its daemon was started anew; ask again"
-                self._peer_requests.fail_waiting(peer.endpoint, KvxferdError(text, Code.PEER_UNREACHABLE))
+                error = KvxferdError(text, Code.PEER_UNREACHABLE)
+                self._peer_requests.fail_all(peer.endpoint, error, only_waiting=True)
             self._peer_requests.resume(peer.endpoint)
         elif asked.is_unanswered:
             self._mark_silent(peer)
@@ -314,7 +315,8 @@ class Peers:
     def _not_back(self, peer: Peer, reason: str) -> None:
         grace_s = self._context.settings.restart_grace_s
         text = f"cannot reach {address_of(peer.endpoint)} for {grace_s:.4g} s: {reason}; {CHECK_PEER}"
-        self._peer_requests.fail_waiting(peer.endpoint, KvxferdError(text, Code.PEER_UNREACHABLE))
+        error = KvxferdError(text, Code.PEER_UNREACHABLE)
+        self._peer_requests.fail_all(peer.endpoint, error, only_waiting=True)
         self._mark_silent(peer)
 
     def silent_s(self, endpoint: Endpoint, since: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,6 @@ from kvxferd.wire.peer import (
 )
 
 Address = Endpoint | bytes  # a peer's endpoint, or the route of a connection that a peer opened
-NO_ADDRESS: Address = b""  # no route: no peer can reply
 
 CHECK_PEER = (
     "check that a daemon runs there, on that port (`kvxferd status` on its node shows its endpoint; "
@@ -127,8 +126,9 @@ class PeerRequests:
         if address in self._held_back:
             self._held_back.discard(address)
             before = self._context.now - self._context.settings.resend_s / 4
-            there = [n for n in self._open_by_address.get(address, ()) if self._open[n].sent_at <= before]
-            self._put_off(self.send_again, there)
+            for number in self._open_by_address.get(address, ()):
+                if (asked := self._open[number]).sent_at <= before:
+                    self._context.put_off(asked.uid, partial(self.send_again, number))
 
     def _time_out(self, number: int) -> None:
         open_request = self._open[number]
@@ -207,30 +207,17 @@ class PeerRequests:
         for number in following:
             self._open[number].address = new
 
-    def fail_all(self, address: Address, error: KvxferdError) -> None:
+    def fail_all(self, address: Address, error: KvxferdError, *, only_waiting: bool = False) -> None:
         """Fail all requests to that address. No reply to them is accepted from now on.
 
+        `only_waiting`: those that may wait there; what is told to the peer is sent again when it is back.
         Where thousands are open, most of them fail in later turns.
         """
-        failed = self._open_by_address.pop(address, {})
-        self._held_back.discard(address)
-        for number in failed:
-            self._open[number].address = NO_ADDRESS
-            self._context.timers.cancel(("resend", number))
-        self._put_off(partial(self._fail, error), failed)
-
-    def fail_waiting(self, address: Address, error: KvxferdError) -> None:
-        """Fail the requests that may wait there; what is told to the peer is sent again when it is back."""
-        waiting = [n for n in self._open_by_address.get(address, ()) if self._open[n].silent_s < math.inf]
-        self._put_off(partial(self._fail, error), waiting)
-
-    def _put_off(self, call: Callable[[int], None], numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._context.put_off(self._open[number].uid, partial(call, number))
-
-    def _fail(self, error: KvxferdError, number: int) -> None:
-        if number in self._open:  # neither withdrawn nor timed out meanwhile
-            self._complete(number, refusal_of(number, error))
+        for number in tuple(self._open_by_address.get(address, ())):
+            if not only_waiting or self._open[number].silent_s < math.inf:
+                failed = self._remove(number)
+                settle = partial(self._on_settled, failed, refusal_of(number, error))
+                self._context.put_off(failed.uid, settle)
 
     def get(self, number: int) -> OpenRequest | None:
         """Return an open request; None: it has its reply."""
