@@ -216,8 +216,10 @@ class PeerRequests:
         for number in tuple(self._open_by_address.get(address, ())):
             if not only_waiting or self._open[number].silent_s < math.inf:
                 failed = self._remove(number)
-                settle = partial(self._on_settled, failed, refusal_of(number, error))
-                self._context.put_off(failed.uid, settle)
+                self._context.put_off(failed.uid, partial(self._fail, failed, error))
+
+    def _fail(self, failed: OpenRequest, error: KvxferdError) -> None:
+        self._on_settled(failed, refusal_of(failed.message.request, error))
 
     def get(self, number: int) -> OpenRequest | None:
         """Return an open request; None: it has its reply."""
