@@ -28,11 +28,6 @@ RELEASE_REASONS = (
     *(Code.COMPLETED, Code.ABANDONED, Code.LEASE_EXPIRED, Code.CANCELLED, Code.UNPUBLISHED),
     *(Code.PUBLISHER_GONE, Code.RANK_LOST, Code.SUSPENDED),
 )
-# The limits that are shown beside their use: settings, and `block_id_bytes`.
-LIMIT_NAMES = (
-    *("max_sessions", "max_ranks", "max_transfers_per_engine", "max_pulls_per_rank", "max_inflight_bytes"),
-    *("max_peers", "max_waiting_per_peer", "max_waiting", "staging_bytes", "block_id_bytes"),
-)
 # How a pull's bytes are read: each run by itself, or in longer stretches that the reader copies from.
 WAYS = ("direct", "covering")
 

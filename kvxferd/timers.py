@@ -20,10 +20,6 @@ class Timers:
         order = next(self._order)
         self._live[name] = (order, callback)
         heapq.heappush(self._heap, (at, order, name))
-        # Stopped and moved timers stay in the heap until their time; keep them a minority.
-        if len(self._heap) > 64 + 2 * len(self._live):
-            self._heap = [entry for entry in self._heap if self._is_live(entry)]
-            heapq.heapify(self._heap)
 
     def cancel(self, name: Hashable) -> None:
         """Remove a name. Does nothing where there is none."""
@@ -34,6 +30,10 @@ class Timers:
 
     def next_deadline(self) -> float | None:
         """Return when the next timer is due; None: there is none."""
+        # Stopped and moved timers stay in the heap until their time; keep them a minority.
+        if len(self._heap) > 64 + 2 * len(self._live):
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
         while self._heap and not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -246,6 +246,11 @@ class Tick:
     """Time has passed: run the timers that are due."""
 
 
+OperatorRequest = (
+    DisownRequested | DrainRequested | AllowlistChanged | PeerDropRequested | TransferCancelRequested
+    | PullCancelRequested
+)  # fmt: skip
+
 Event = (
     WorkerConnected
     | WorkerMessage
@@ -265,11 +270,6 @@ Event = (
     | PeerConnected
     | PeerDisconnected
     | OwnershipsLoaded
-    | DisownRequested
-    | DrainRequested
-    | AllowlistChanged
-    | PeerDropRequested
-    | TransferCancelRequested
-    | PullCancelRequested
+    | OperatorRequest
     | Tick
 )

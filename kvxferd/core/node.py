@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import assert_never
 
+from kvxferd.core import events
 from kvxferd.core.context import CALLS_PER_EVENT, CALLS_PER_TICK, NodeContext
 from kvxferd.core.effects import (
     CloseWorkerConnection,
@@ -13,37 +14,9 @@ from kvxferd.core.effects import (
     SendToMover,
     SendToWorker,
 )
-from kvxferd.core.events import (
-    AllowlistChanged,
-    DisownRequested,
-    DrainRequested,
-    Event,
-    FdsArrived,
-    LayoutsChecked,
-    MoverAssigned,
-    MoverDied,
-    MoverMessage,
-    MoverUnavailable,
-    OwnershipsLoaded,
-    PeerConnected,
-    PeerDisconnected,
-    PeerDropRequested,
-    PeerReply,
-    PeerRequest,
-    PeerUnreachable,
-    PidfdNotSent,
-    PlanMade,
-    PullCancelRequested,
-    Tick,
-    TransferCancelRequested,
-    TransportsSeen,
-    WorkerConnected,
-    WorkerDisconnected,
-    WorkerMessage,
-)
+from kvxferd.core.limits.block_id_memory import reserve_arriving
 from kvxferd.core.limits.ledger import Charge
-from kvxferd.core.limits.reassembly_memory import ReassemblyMemory
-from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES, RANKS
+from kvxferd.core.limits.table import ARRIVING_ID_BYTES, BLOCK_ID_BYTES, INFLIGHT_BYTES, RANKS
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.peers import Peer, Peers
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
@@ -64,7 +37,7 @@ from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.held_grant import HeldGrant
 from kvxferd.core.sink.manifests import EngineFetch, HandshakeClient
 from kvxferd.core.sink.prepared import PreparedGrants
-from kvxferd.core.sink.pull import Pull
+from kvxferd.core.sink.pull import Pull, PullPhase
 from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.fence_pages import FencePages
 from kvxferd.core.source.grants import GrantServer
@@ -72,72 +45,19 @@ from kvxferd.core.source.manifests import HandshakeServer
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.core.source.rank_reports import RankReports
 from kvxferd.core.source.waiting import PollingOf, WaitingRequests
-from kvxferd.core.views.node_view import (
-    engine_snapshots,
-    list_pulls,
-    list_transfers,
-)
+from kvxferd.core.views.node_view import engine_snapshots, list_pulls, list_transfers
 from kvxferd.core.worker_requests import WorkerRequests
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionId
 from kvxferd.records import EngineSnapshot, LimitSnapshot, NodeSnapshot
+from kvxferd.wire import mover as mover_wire
+from kvxferd.wire import peer as peer_wire
+from kvxferd.wire import worker as worker_wire
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import negotiate_version
 from kvxferd.wire.common import FdBatch, Refusal
 from kvxferd.wire.endpoint import key_of, parse_endpoint
-from kvxferd.wire.mover import (
-    BindRefused,
-    Bound,
-    ChunkMemoryRequest,
-    DisconnectJudged,
-    DisconnectSeen,
-    FenceMapped,
-    FenceRefused,
-    MoverLeaving,
-    MoverUp,
-    MoverWorn,
-    Polling,
-    ProbeResult,
-    PullDone,
-    PullProgress,
-    PullQuiesced,
-    SetPolling,
-)
 from kvxferd.wire.outlines import JoinRankOutline
-from kvxferd.wire.peer import (
-    PEER_VERSIONS,
-    AbandonTransfer,
-    Acknowledge,
-    GrantRequest,
-    JoinRank,
-    LeaveRank,
-    ManifestRequest,
-    PeerHello,
-    PeerMessage,
-    PeerRefused,
-    PeerWelcome,
-    RankPollingRequest,
-    RankReady,
-    ReleaseGrant,
-    RenewGrants,
-    ReplyMessage,
-    RequestDone,
-    TransferReleased,
-    refusal_of,
-)
-from kvxferd.wire.worker import (
-    Attach,
-    Farewell,
-    Hello,
-    MoverAcknowledged,
-    NewMover,
-    Publish,
-    PullRequest,
-    Register,
-    Resume,
-    Suspend,
-    refusal_of_request,
-)
 
 LOST_CHUNKS_CHECK_S = 5.0  # between two looks at whether a mover with lost chunks is idle
 
@@ -156,79 +76,49 @@ class Node:
         settings: Settings | None = None,
         new_token: Callable[[], str],
     ) -> None:
-        self.context = NodeContext(
+        context = self.context = NodeContext(
             boot=boot, endpoint=endpoint, settings=settings or Settings(), new_token=new_token
         )
         self.sessions: dict[SessionId, Session] = {}
-        self.owners = Owners(self.context)
-        self.registry = Registry(self.context, self.owners)
-        self.reassembly_memory = ReassemblyMemory(self.context.ledger, self.registry.user_has_rank)
-        self.movers = Movers(self.context, self._detach_mover, self._is_mover_needed)
-        self.chunk_memory = ChunkMemory(self.context, self.context.settings.limits.staging_bytes)
-        self.fence_pages = FencePages(self.context, self.registry, self.sessions)
-        self.peer_requests = PeerRequests(self.context, self._request_settled)
-        layout_cache = self.layouts = LayoutCache()
+        self.owners = Owners(context)
+        registry = self.registry = Registry(context, self.owners)
+        self.movers = Movers(context, self._detach_mover, self._is_mover_needed)
+        self.chunk_memory = ChunkMemory(context, context.settings.limits.staging_bytes)
+        self.fence_pages = FencePages(context, registry, self.sessions)
+        requests = self.peer_requests = PeerRequests(context, self._request_settled)
+        self.layouts = LayoutCache()
         self.peer_routes = PeerRoutes()
-        self.peers = Peers(self.context, self.peer_requests)
-        self.handshake_client = HandshakeClient(self.context, self.peers, self.peer_requests, layout_cache)
-        self.poll_requests = PollRequests(self.context, self._request_polling)
-        self.rank_reports = RankReports(self.context, self.registry, self.sessions)
-        self.waiting = WaitingRequests(self.context, self.poll_requests)
-        self.published = PublishedTransfers(
-            self.context, self.registry, self.poll_requests, self.peer_requests, self.waiting
-        )
+        self.peers = Peers(context, requests)
+        self.handshake_client = HandshakeClient(context, self.peers, requests, self.layouts)
+        polling = self.poll_requests = PollRequests(context, self._request_polling)
+        self.rank_reports = RankReports(context, registry, self.sessions)
+        self.waiting = WaitingRequests(context, polling)
+        self.published = PublishedTransfers(context, registry, polling, requests, self.waiting)
         self.grant_server = GrantServer(
-            self.context,
-            self.registry,
-            self.published,
-            self.waiting,
-            self.poll_requests,
-            self.fence_pages,
-            self.peer_routes,
+            context, registry, self.published, self.waiting, polling, self.fence_pages, self.peer_routes
         )
-        self.handshake_server = HandshakeServer(self.context, self.registry, self.waiting)
+        self.handshake_server = HandshakeServer(context, registry, self.waiting)
         self.home = Home(
-            self.context,
-            self.registry,
-            self.peer_requests,
-            layout_cache,
-            self._rank_changed,
-            self._engine_changed,
-            self.poll_requests,
+            context, registry, requests, self.layouts, self._rank_changed, self._engine_changed, polling
         )
-        self.member = Member(self.context, self.registry, self.peers, self.peer_requests, self.poll_requests)
+        self.member = Member(context, registry, self.peers, requests, polling)
         self.member.on_joined = self._rank_joined
-        self.grant_client = GrantClient(
-            self.context,
-            self.peers,
-            self.peer_requests,
-            self.handshake_client,
-            self.movers,
-        )
-        self.prepared = PreparedGrants(self.context, self.grant_client)
-        self.pulls = Pulls(self.context, self.grant_client, self.movers)
-        self.local_ranks = LocalRanks(
-            self.context, self.registry, self.movers, self.member, self._rank_changed
-        )
+        self.grant_client = GrantClient(context, self.peers, requests, self.handshake_client, self.movers)
+        self.prepared = PreparedGrants(context, self.grant_client)
+        self.pulls = Pulls(context, self.grant_client, self.movers)
+        self.local_ranks = LocalRanks(context, registry, self.movers, self.member, self._rank_changed)
         self.worker_requests = WorkerRequests(
-            self.context,
-            self.registry,
-            self.published,
-            self.grant_client,
-            self.prepared,
-            self.pulls,
-            self.peers,
-            self.peer_requests,
-            self.member,
-        )
+            context, registry, self.published, self.grant_client, self.prepared, self.pulls, self.peers,
+            requests, self.member,
+        )  # fmt: skip
 
     # --- the interface
 
-    def feed(self, event: Event, now: float) -> list[Effect]:
+    def feed(self, event: events.Event, now: float) -> list[Effect]:
         """Handle one event and the timers that are due at `now`, in seconds. Return the effects, in order."""
         self.context.now = max(now, self.context.now)
         self._handle(event)
-        self.context.run_due(CALLS_PER_TICK if isinstance(event, Tick) else CALLS_PER_EVENT)
+        self.context.run_due(CALLS_PER_TICK if isinstance(event, events.Tick) else CALLS_PER_EVENT)
         return self.context.pop_effects()
 
     def next_deadline(self) -> float | None:
@@ -254,8 +144,8 @@ class Node:
             endpoint=self.context.endpoint,
             draining=self.context.draining,
             num_sessions=len(self.sessions),
-            num_quarantined=self.pulls.num_quarantined,
-            quarantined_bytes=self.pulls.quarantined_bytes,
+            num_quarantined=pulls.states[PullPhase.IN_DOUBT],
+            quarantined_bytes=pulls.num_bytes,
             engines=self.engines_snapshot(),
             peers=self.peers.snapshot(num_grants),
             transfers=tuple(transfers.shown),
@@ -284,22 +174,18 @@ class Node:
             "max_waiting_per_peer": self.waiting.most_of_peer,
             "max_waiting": len(self.waiting),
             "staging_bytes": self.chunk_memory.num_bytes,
+            BLOCK_ID_BYTES.name: ledger[BLOCK_ID_BYTES].held,
         }
-        settings = (
-            LimitSnapshot(name=name, limit=getattr(limits, name), used=num) for name, num in used.items()
-        )
-        block_ids = LimitSnapshot(
-            name=BLOCK_ID_BYTES.name,
-            limit=BLOCK_ID_BYTES.total,
-            used=ledger[BLOCK_ID_BYTES].held,
-        )
-        return (*settings, block_ids)
+        total_of = {name: getattr(limits, name, BLOCK_ID_BYTES.total) for name in used}
+        return tuple(LimitSnapshot(name=name, limit=total_of[name], used=num) for name, num in used.items())
 
     def engines_snapshot(self) -> tuple[EngineSnapshot, ...]:
         """Return the engines of which a rank is known here."""
         return engine_snapshots(self.registry, self.context.endpoint, self.movers)
 
-    def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
+    def refusal_of_join(
+        self, route: bytes, message: JoinRankOutline, key: str
+    ) -> peer_wire.PeerRefused | None:
         """Return why a member's rank cannot be joined, whatever its layout; None: the layout decides."""
         return self.home.refusal_of_join(route, message, key)
 
@@ -320,8 +206,7 @@ class Node:
             assert transfer.session in self.sessions, f"{transfer.transfer_id}: its publisher is gone"
         self.pulls.check_integrity()
         self.peers.check_integrity()
-        holds = [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
-        self.grant_client.plans.check_integrity(holds)
+        self.grant_client.plans.check_integrity(self._holds())
         self.poll_requests.check_integrity()
         self.chunk_memory.check_integrity()
         if not self.context.is_behind:  # a call that is put off may hold an engine
@@ -342,102 +227,94 @@ class Node:
         )  # fmt: skip
         for part in parts:
             yield from part.charges()
-        yield from self.reassembly_memory.charges(self.sessions.values())
-        holds = [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
-        yield from self.handshake_client.charges(holds)
+        for session in self.sessions.values():
+            yield ARRIVING_ID_BYTES, session.uid, session.assembly.num_bytes
+        yield from self.handshake_client.charges(self._holds())
+
+    def _holds(self) -> list[HeldGrant]:
+        return [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
 
     # --- events
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         match event:
-            case WorkerConnected():
+            case events.WorkerConnected():
                 self._start_session(event)
-            case WorkerMessage():
+            case events.WorkerMessage():
                 self._receive_worker_message(event)
-            case FdsArrived():
+            case events.FdsArrived():
                 if session := self.sessions.get(event.session):
                     self.local_ranks.fds_arrived(session, event.problem)
-            case WorkerDisconnected():
+            case events.WorkerDisconnected():
                 self._end_session(event.session)
-            case MoverAssigned():
+            case events.MoverAssigned():
                 mover = Mover(event.mover, event.session, event.agent, resident=event.resident)
                 self.local_ranks.mover_assigned(self.sessions.get(event.session), mover, event.library)
-            case MoverUnavailable():
+            case events.MoverUnavailable():
                 if session := self.sessions.get(event.session):
                     self.local_ranks.mover_unavailable(session, event.refusal)
-            case MoverMessage():
+            case events.MoverMessage():
                 self._handle_mover_message(event)
-            case TransportsSeen():
+            case events.TransportsSeen():
                 if (seen := self.movers.get(event.mover)) and (rank := self._rank_of(seen)):
                     record_transports(self.context, rank, event.lanes)
-            case MoverDied():
+            case events.MoverDied():
                 self._mover_died(event)
-            case PlanMade():
+            case events.PlanMade():
                 self.grant_client.plan_made(event.job, event.made)
-            case PidfdNotSent():
+            case events.PidfdNotSent():
                 if session := self.sessions.get(event.session):
                     self.local_ranks.pidfd_not_sent(session, event.mover)
-            case PeerReply():
+            case events.PeerReply():
                 self._handle_peer_reply(event.endpoint, event.message)
-            case PeerRequest():
+            case events.PeerRequest():
                 self._handle_peer_request(event.route, event.message, event.key)
-            case LayoutsChecked():
+            case events.LayoutsChecked():
                 for checked in event.layouts:
                     self.layouts.add_checked(checked)
-            case PeerUnreachable():
+            case events.PeerUnreachable():
                 self.peers.mark_unreachable(event.endpoint, event.reason)
-            case PeerConnected():
+            case events.PeerConnected():
                 self.peers.connected(event.endpoint)
-            case PeerDisconnected():
+            case events.PeerDisconnected():
                 self.peers.disconnected(event.endpoint, event.reason)
-            case OwnershipsLoaded():
+            case events.OwnershipsLoaded():
                 self.owners.restore(event.ranks)
-            case (
-                DisownRequested() | DrainRequested() | AllowlistChanged()
-                | PeerDropRequested() | TransferCancelRequested() | PullCancelRequested()
-            ):  # fmt: skip
-                self._handle_operator_request(event)
-            case Tick():
+            case events.Tick():
                 pass
             case _:
-                assert_never(event)
+                self._handle_operator_request(event)
 
-    def _handle_operator_request(
-        self,
-        event: DisownRequested
-        | DrainRequested
-        | AllowlistChanged
-        | PeerDropRequested
-        | TransferCancelRequested
-        | PullCancelRequested,
-    ) -> None:
-        """Handle an event that the operator requested."""
+    def _handle_operator_request(self, event: events.OperatorRequest) -> None:
         match event:
-            case DisownRequested():
+            case events.DisownRequested():
                 self.owners.forget_absent(event.engine_id)
                 self.home.disown(event.engine_id)
-            case DrainRequested():
+            case events.DrainRequested():
                 self.context.draining = True
-            case AllowlistChanged():
+            case events.AllowlistChanged():
                 self.context.allowlist = event.allowlist
                 self.peers.allowlist_changed()
-            case PeerDropRequested():
+            case events.PeerDropRequested():
                 self.peers.drop(event.endpoint)
-            case TransferCancelRequested():
+            case events.TransferCancelRequested():
                 self.published.cancel(event.engine, event.transfer_id)
-            case PullCancelRequested():
+            case events.PullCancelRequested():
                 self.pulls.cancel_pull(event.pull)
             case _:
                 assert_never(event)
 
     # --- workers
 
-    def _start_session(self, event: WorkerConnected) -> None:
+    def _start_session(self, event: events.WorkerConnected) -> None:
         opened = Session(event.session, event.pid, event.uid)
-        opened.assembly = BlockIdAssembly(lambda num_bytes: self.reassembly_memory.reserve(opened, num_bytes))
+        share = self.context.ledger[ARRIVING_ID_BYTES]
+        opened.assembly = BlockIdAssembly(
+            lambda num_bytes: reserve_arriving(share, event.uid, opened.assembly.num_bytes, num_bytes)
+        )
         self.sessions[event.session] = opened
 
-    def _receive_worker_message(self, event: WorkerMessage) -> None:
+    def _receive_worker_message(self, event: events.WorkerMessage) -> None:
         session = self.sessions.get(event.session)
         if session is None:
             return  # the node closed it while this frame was on its way
@@ -447,26 +324,35 @@ class Node:
         except ProtocolError as error:
             self._disconnect(session, error)
         except KvxferdError as error:
-            if not isinstance(event.message, Register | Attach | Resume | Publish | PullRequest):
+            if not isinstance(
+                event.message,
+                worker_wire.Register
+                | worker_wire.Attach
+                | worker_wire.Resume
+                | worker_wire.Publish
+                | worker_wire.PullRequest,
+            ):
                 raise
-            self.context.emit(SendToWorker(session.session_id, refusal_of_request(event.message, error)))
+            self.context.emit(
+                SendToWorker(session.session_id, worker_wire.refusal_of_request(event.message, error))
+            )
 
-    def _handle_worker_message(self, session: Session, event: WorkerMessage) -> None:
+    def _handle_worker_message(self, session: Session, event: events.WorkerMessage) -> None:
         message = event.message
         match message:
-            case Hello():
+            case worker_wire.Hello():
                 self.worker_requests.welcome(session, message)
-            case Register():
+            case worker_wire.Register():
                 self.local_ranks.register(session, message, event.problem, event.awaits_fds)
-            case Attach():
+            case worker_wire.Attach():
                 self._attach(session, message)
-            case Suspend():
+            case worker_wire.Suspend():
                 self.local_ranks.suspend(session)
-            case Resume():
+            case worker_wire.Resume():
                 self.local_ranks.resume(session, message, event.problem)
-            case NewMover():
+            case worker_wire.NewMover():
                 self.local_ranks.resident_mover_started(session)
-            case MoverAcknowledged():
+            case worker_wire.MoverAcknowledged():
                 self.local_ranks.mover_acknowledged(session, message)
             case FdBatch():
                 pass  # the shell keeps its descriptors
@@ -476,7 +362,9 @@ class Node:
     def _disconnect(self, session: Session, error: ProtocolError) -> None:
         """Close a session that broke the protocol. Other sessions are not affected."""
         self._end_session(session.session_id)
-        self.context.emit(SendToWorker(session.session_id, Farewell(code=error.code, message=error.message)))
+        self.context.emit(
+            SendToWorker(session.session_id, worker_wire.Farewell(code=error.code, message=error.message))
+        )
         self.context.emit(CloseWorkerConnection(session.session_id))
 
     def _end_session(self, session_id: SessionId) -> None:
@@ -491,7 +379,7 @@ class Node:
         if engine is not None:  # else nothing waited for it
             self._engine_changed(engine.engine_id)
 
-    def _attach(self, session: Session, message: Attach) -> None:
+    def _attach(self, session: Session, message: worker_wire.Attach) -> None:
         registered = self.local_ranks.attach(session, message)
         self.fence_pages.create(session)
         self.fence_pages.assign(session)
@@ -524,59 +412,61 @@ class Node:
 
     # --- movers
 
-    def _handle_mover_message(self, event: MoverMessage) -> None:
+    def _handle_mover_message(self, event: events.MoverMessage) -> None:
         mover = self.movers.get(event.mover)
         if mover is None:
             return  # a late message of a dead mover is void
         rank = self._rank_of(mover)
         message = event.message
         match message:
-            case MoverUp():
+            case mover_wire.MoverUp():
                 pass
-            case Bound():
+            case mover_wire.Bound():
                 if rank is not None and rank.state is RankState.BINDING:
                     self.local_ranks.bound(self.sessions[rank.session], message)
                     self._engine_of_mover_changed(mover)
-            case BindRefused():
+            case mover_wire.BindRefused():
                 if rank is not None and rank.state is RankState.BINDING:
                     refusal = Refusal(message.code, message.message)
                     self.local_ranks.bind_refused(self.sessions[rank.session], mover, refusal)
-            case ProbeResult():
+            case mover_wire.ProbeResult():
                 if rank is not None:
                     record_placement(self.context, rank, message.placement)
-            case FenceMapped():
+            case mover_wire.FenceMapped():
                 if self.fence_pages.page_mapped(mover.mover_id, mover.agent, message):
                     self._engine_of_mover_changed(mover)
-            case FenceRefused():
+            case mover_wire.FenceRefused():
                 self._fence_refused(mover.mover_id, message)
-            case Polling():
+            case mover_wire.Polling():
                 self._polling_confirmed(mover.agent)
-            case PullDone():
+            case mover_wire.PullDone():
                 self.pulls.mover_done(message.pull, mover.mover_id, message.outcome)
-            case PullProgress():
+            case mover_wire.PullProgress():
                 self.pulls.record_progress(mover.mover_id, message)
-            case PullQuiesced():
+            case mover_wire.PullQuiesced():
                 self.pulls.mover_quiesced(message.pull, mover.mover_id)
-            case DisconnectSeen():
+            case mover_wire.DisconnectSeen():
                 # A resident mover has no log that the daemon reads. A child's message is handled before it
                 # comes here.
                 self.context.emit(
-                    SendToMover(mover.mover_id, DisconnectJudged(number=message.number, over=False))
+                    SendToMover(
+                        mover.mover_id, mover_wire.DisconnectJudged(number=message.number, over=False)
+                    )
                 )
-            case ChunkMemoryRequest():
+            case mover_wire.ChunkMemoryRequest():
                 # A resident mover's memory is its worker's, whose word on it would cost other users.
                 if not mover.resident:
                     self.chunk_memory.handle(mover.mover_id, message)
                     self._replace_if_idle(mover.mover_id)
-            case MoverWorn():
+            case mover_wire.MoverWorn():
                 mover.worn = True
                 self._replace_if_idle(mover.mover_id)
-            case MoverLeaving():
+            case mover_wire.MoverLeaving():
                 self.movers.kill(mover.mover_id)
             case _:
                 assert_never(message)
 
-    def _fence_refused(self, mover: MoverId, message: FenceRefused) -> None:
+    def _fence_refused(self, mover: MoverId, message: mover_wire.FenceRefused) -> None:
         """Close a session whose fence page no peer can read. Its engine's mover is not affected."""
         if self.fence_pages.page_refused(mover, message.session) and (
             session := self.sessions.get(message.session)
@@ -585,7 +475,7 @@ class Node:
             # This daemon made the page, so it is not the client's fault: the client may try again.
             self._disconnect(session, ProtocolError(text, Code.MOVER_LOST))
 
-    def _mover_died(self, event: MoverDied) -> None:
+    def _mover_died(self, event: events.MoverDied) -> None:
         mover = self.movers.remove(event.mover)
         if mover is None:
             return
@@ -628,7 +518,7 @@ class Node:
 
     def _request_polling(self, agent: AgentName, on: bool) -> None:
         if mover := self.movers.get_by_agent(agent):
-            self.context.emit(SendToMover(mover.mover_id, SetPolling(on=on)))
+            self.context.emit(SendToMover(mover.mover_id, mover_wire.SetPolling(on=on)))
             self.movers.reconsider(mover.mover_id)
             return
         if on:
@@ -652,38 +542,38 @@ class Node:
 
     # --- other daemons
 
-    def _handle_peer_reply(self, endpoint: Endpoint, message: PeerMessage) -> None:
+    def _handle_peer_reply(self, endpoint: Endpoint, message: peer_wire.PeerMessage) -> None:
         match message:
-            case RankPollingRequest():
+            case peer_wire.RankPollingRequest():
                 self.member.start_polling(endpoint, message)
-            case TransferReleased():
+            case peer_wire.TransferReleased():
                 self.member.handle_released(endpoint, message)
             case _:
                 try:
                     self.peers.handle(endpoint, message)
                 except ProtocolError as error:
-                    self.peers.protocol_broken(endpoint, error)
+                    self.peers.give_up(endpoint, error)
 
-    def _request_settled(self, asked: OpenRequest, reply: ReplyMessage) -> None:
+    def _request_settled(self, asked: OpenRequest, reply: peer_wire.ReplyMessage) -> None:
         """Go on with the one reply to a request of this node, or its refusal made here: each kind of it."""
         self.peers.request_settled(asked, reply)
         match asked.message, asked.about:
-            case PeerHello(), Peer() as peer:
+            case peer_wire.PeerHello(), Peer() as peer:
                 self.peers.hello_answered(peer, asked, reply)
-            case ManifestRequest(), EngineFetch() as fetch:
+            case peer_wire.ManifestRequest(), EngineFetch() as fetch:
                 self.handshake_client.answered(fetch, reply)
-            case GrantRequest() as requested, HeldGrant() as hold:
+            case peer_wire.GrantRequest() as requested, HeldGrant() as hold:
                 self.grant_client.answered(hold, requested.request, reply)
-            case RenewGrants(), str() as endpoint:
+            case peer_wire.RenewGrants(), str() as endpoint:
                 self.grant_client.renewed(Endpoint(endpoint), reply)
-            case Acknowledge(), Pull() as pull:
+            case peer_wire.Acknowledge(), Pull() as pull:
                 self.pulls.acknowledged(pull, asked.opened_at)
-            case AbandonTransfer() as abandoned, Session() as session:
+            case peer_wire.AbandonTransfer() as abandoned, Session() as session:
                 self.worker_requests.abandon_answered(session, abandoned.ref)
-            case JoinRank() as joined, LocalRank() as rank:
+            case peer_wire.JoinRank() as joined, LocalRank() as rank:
                 self.member.join_answered(rank, joined, reply)
-            case RankPollingRequest() as polling, _:
-                if isinstance(reply, RequestDone):
+            case peer_wire.RankPollingRequest() as polling, _:
+                if isinstance(reply, peer_wire.RequestDone):
                     self._polling_confirmed(polling.agent)
                 else:
                     self.poll_requests.request_failed(polling.agent)
@@ -695,47 +585,47 @@ class Node:
         if session := self.sessions.get(rank.session):
             self.local_ranks.joined(session, refusal)
 
-    def _handle_peer_request(self, route: bytes, message: PeerMessage, key: str) -> None:
+    def _handle_peer_request(self, route: bytes, message: peer_wire.PeerMessage, key: str) -> None:
         match message:
-            case PeerHello():
+            case peer_wire.PeerHello():
                 self._welcome_peer(route, message, key)
             case _ if self.peer_routes.is_refused(route):
                 pass  # it was sent behind the hello, may mean something else in that version, and is refused
-            case ManifestRequest():
+            case peer_wire.ManifestRequest():
                 self.handshake_server.fetch(route, message, key)
-            case GrantRequest():
+            case peer_wire.GrantRequest():
                 self.grant_server.acquire(route, message, key)
-            case RenewGrants():
+            case peer_wire.RenewGrants():
                 self.grant_server.renew(route, message, key)
-            case ReleaseGrant():
+            case peer_wire.ReleaseGrant():
                 self.grant_server.release(route, message, key)
-            case Acknowledge():
+            case peer_wire.Acknowledge():
                 self.grant_server.acknowledge(route, message, key)
-            case AbandonTransfer():
+            case peer_wire.AbandonTransfer():
                 self.grant_server.abandon(route, message, key)
-            case JoinRank():
+            case peer_wire.JoinRank():
                 self.home.join(route, message, key)
-            case LeaveRank():
+            case peer_wire.LeaveRank():
                 self.home.leave(route, message, key)
-            case RankReady():
+            case peer_wire.RankReady():
                 if member := self.home.reporting_member(route, message, key):
                     self.published.member_ready(route, member, message)
             case _:
                 self.peer_requests.handle_inbound_reply(route, message, key)
 
-    def _welcome_peer(self, route: bytes, message: PeerHello, key: str) -> None:
+    def _welcome_peer(self, route: bytes, message: peer_wire.PeerHello, key: str) -> None:
         try:
-            version = negotiate_version(PEER_VERSIONS, message.versions)
+            version = negotiate_version(peer_wire.PEER_VERSIONS, message.versions)
         except ProtocolError as error:
             self.peer_routes.set_endpoint(route, None)
-            self.context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
+            self.context.emit(ReplyToPeer(route, peer_wire.refusal_of(message.request, error)))
             return
         self.peer_routes.set_endpoint(route, _claimed_endpoint(message.endpoint, key))
-        welcome = PeerWelcome(
+        welcome = peer_wire.PeerWelcome(
             request=message.request,
             version=version,
             boot=self.context.boot,
-            versions=PEER_VERSIONS,
+            versions=peer_wire.PEER_VERSIONS,
             software=self.context.settings.software,
         )
         self.context.emit(ReplyToPeer(route, welcome))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvxferd.config import LimitsConfig
 from kvxferd.core.allowlist import ALLOW_ALL, PeerAllowlist
 from kvxferd.wire.mover import DevicePlacement, ReadWay
+from kvxferd.wire.traceparent import is_sampled, read_traceparent, root_traceparent
 
 DEFAULT_LIMITS = LimitsConfig()
 
@@ -49,3 +50,15 @@ class Settings:
     def member_silent_after_s(self) -> float:
         """After so long without a heartbeat a member's daemon counts as dead."""
         return max(self.silent_after_s, 3 * self.member_heartbeat_s)
+
+    def sampled_trace(self, traceparent: str, nonce: str) -> str:
+        """Return the traceparent under which this node records a transfer; "": it does not.
+
+        A request's own trace decides by its flag "sampled". A transfer whose engine gave none starts a trace
+        with the probability `trace_sample_ratio`, the same on both nodes.
+        """
+        if not self.tracing:
+            return ""
+        if trace := read_traceparent(traceparent):
+            return trace if is_sampled(trace) else ""
+        return root_traceparent(nonce, self.trace_sample_ratio) if self.trace_sample_ratio else ""

@@ -23,7 +23,6 @@ from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import deploy
 from kvxferd.plan import TransferTopology
 from kvxferd.records import (
-    LIMIT_NAMES,
     EngineSnapshot,
     HandshakeRecord,
     LimitSnapshot,
@@ -52,6 +51,11 @@ from tests.support.fetched_engine import register
 SOURCE = EngineId("prefill-0")
 SINK = EngineId("decode-0")
 PEER = Endpoint("tcp://10.0.0.2:9441")
+# The limits that are shown beside their use: settings, and `block_id_bytes`.
+LIMIT_NAMES = (
+    *("max_sessions", "max_ranks", "max_transfers_per_engine", "max_pulls_per_rank", "max_inflight_bytes"),
+    *("max_peers", "max_waiting_per_peer", "max_waiting", "staging_bytes", "block_id_bytes"),
+)
 
 
 def rank_snapshot(rank: Rank, state: str = "ready") -> RankSnapshot:

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(slots=True)
-class _Bucket:
-    tokens: float
-    updated_at: float
+EXACT_S = 1e-9  # a shorter wait is the rounding of sums
 
 
 class RateLimiter:
@@ -16,22 +10,14 @@ class RateLimiter:
 
     def __init__(self, burst: int, per_s: float) -> None:
         self.burst, self.per_s = burst, per_s
-        self._buckets: dict[int, _Bucket] = {}
-        self._swept_at = 0.0
+        self._full_at: dict[int, float] = {}  # when each user's bucket is full again
 
     def acquire(self, uid: int, now: float) -> float:
         """Take a token and return 0, or return how many seconds it takes until there is one."""
-        self._sweep(now)
-        bucket = self._buckets.setdefault(uid, _Bucket(self.burst, now))
-        bucket.tokens = min(self.burst, bucket.tokens + (now - bucket.updated_at) * self.per_s)
-        bucket.updated_at = now
-        if bucket.tokens < 1:
-            return (1 - bucket.tokens) / self.per_s
-        bucket.tokens -= 1
+        self._full_at = {user: at for user, at in self._full_at.items() if at > now}
+        full_at = self._full_at.get(uid, now)
+        wait_s = full_at - now - (self.burst - 1) / self.per_s
+        if wait_s > EXACT_S:
+            return wait_s
+        self._full_at[uid] = full_at + 1 / self.per_s
         return 0.0
-
-    def _sweep(self, now: float) -> None:
-        full_s = self.burst / self.per_s
-        if now - self._swept_at >= full_s:
-            self._swept_at = now
-            self._buckets = {uid: one for uid, one in self._buckets.items() if now - one.updated_at < full_s}

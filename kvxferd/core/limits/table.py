@@ -98,9 +98,9 @@ PLAN_BYTES = Limit(
 BLOCK_ID_BYTES = Limit(
     "block_id_bytes",
     512 << 20,
-    "block ids that published transfers, pulls and the grants of pulls keep; each of these is counted"
-    " for 2 KiB, 256 bytes a group, and 4 bytes an id",
-    "`busy`",
+    "block ids that published transfers, pulls, prepared ones too (of a session 1,024), and the grants of "
+    "pulls keep; each of these is counted for 2 KiB, 256 bytes a group, and 4 bytes an id",
+    "`busy`; a pull is read without its preparation",
     "A request of 32,768 tokens at 16 a block keeps 8 KiB, one of a million 256 KiB: 44,000 and 1,778"
     " of them for a user who is alone, 3,200 and 127 for one who comes second. 8,192 transfers of 16 "
     "MiB would be 128 GiB an engine",
@@ -109,26 +109,11 @@ BLOCK_ID_BYTES = Limit(
 ARRIVING_ID_BYTES = Limit(
     "arriving_id_bytes",
     16 * MAX_REQUEST_IDS_BYTES,
-    "block ids that are arriving, of users who have a rank here",
+    "block ids that are arriving",
     "`busy`",
     "Sixteen of the largest requests. One of a million tokens at 16 a block is 256 KiB, and arrives "
     "within a millisecond",
     unit="bytes",
-)
-ARRIVING_ID_BYTES_OF_OTHERS = Limit(
-    "arriving_id_bytes_of_others",
-    MAX_REQUEST_IDS_BYTES,
-    "block ids that are arriving, of all other users",
-    "`busy`",
-    "Schedulers whose ranks have not come yet: their publishes are refused anyway",
-    unit="bytes",
-)
-PREPARED_PULLS = Limit(
-    "prepared_pulls",
-    32 * 1024,
-    "pulls that are prepared; of a session 1,024",
-    "The pull is read without the preparation",
-    "2 KB each, of sixteen ranks at their limit, twice",
 )
 ABANDONED_TRANSFERS = Limit(
     "abandoned_transfers",
@@ -212,9 +197,8 @@ MEMBER_BYTES = Limit(
 TABLE = {
     limit.name: limit
     for limit in (
-        PEERS, RANKS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, ARRIVING_ID_BYTES_OF_OTHERS,
-        REMOTE_ENGINE_BYTES, PLAN_BYTES, OPEN_REQUESTS, FETCHED_ENGINES, PREPARED_PULLS, ABANDONED_TRANSFERS,
-        EARLY_READY, ENDED_TRANSFERS, ACKNOWLEDGED, WAITING_REQUESTS, WAITING_BYTES, OWNED_RANKS,
-        MEMBER_BYTES,
+        PEERS, RANKS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, REMOTE_ENGINE_BYTES, PLAN_BYTES,
+        OPEN_REQUESTS, FETCHED_ENGINES, ABANDONED_TRANSFERS, EARLY_READY, ENDED_TRANSFERS, ACKNOWLEDGED,
+        WAITING_REQUESTS, WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
     )
 }  # fmt: skip

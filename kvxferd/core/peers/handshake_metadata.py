@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Generic, TypeVar
+from types import SimpleNamespace
+from typing import TypeVar
 
 from kvxferd.ids import Rank
 from kvxferd.plan import set_xfer_handshake_metadata_pp_aware
 
 Metadata = TypeVar("Metadata")
-
-
-class _Consumer(Generic[Metadata]):
-    """A reader as a consumer of metadata; it keeps what it is passed, by rank."""
-
-    def __init__(self, name: str) -> None:
-        self.consumer_name = name
-        self.by_rank: dict[Rank, Metadata] = {}
-
-
-class _StagedConsumer(_Consumer[Metadata]):
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Metadata]) -> None:
-        self.by_rank = {Rank(*rank): metadata[rank] for rank in sorted(metadata)}
-
-
-class _LegacyConsumer(_Consumer[Metadata]):
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Metadata]) -> None:
-        self.by_rank = {Rank(0, tp_rank): metadata[tp_rank] for tp_rank in sorted(metadata)}
 
 
 def aggregate_metadata(
@@ -36,6 +19,16 @@ def aggregate_metadata(
 
     Raises NotPPAwareError, which names the reader, where it is not PP-aware and there are later stages.
     """
-    consumer: _Consumer[Metadata] = _StagedConsumer(reader) if pp_aware else _LegacyConsumer(reader)
+    by_rank: dict[Rank, Metadata] = {}
+
+    def keep(found: Mapping[tuple[int, int], Metadata]) -> None:
+        by_rank.update({Rank(*rank): found[rank] for rank in sorted(found)})
+
+    def keep_first_stage(found: Mapping[int, Metadata]) -> None:
+        keep({(0, tp_rank): one for tp_rank, one in found.items()})
+
+    consumer = SimpleNamespace(consumer_name=reader, set_xfer_handshake_metadata=keep_first_stage)
+    if pp_aware:
+        consumer.set_xfer_handshake_metadata_pp_aware = keep
     set_xfer_handshake_metadata_pp_aware(consumer, metadata)
-    return consumer.by_rank
+    return by_rank

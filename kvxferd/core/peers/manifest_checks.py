@@ -94,30 +94,20 @@ def _check_manifest(
     checked = layouts.get_checked(spec, manifest.layout, places)
     binding = manifest.binding
     bound = {region.region: region.size_bytes for region in binding.regions}
-    if len(binding.regions) > MAX_REGIONS or bound != {
-        r.region: r.size_bytes for r in manifest.layout.regions
-    }:
-        raise EngineError(
-            f"cannot use rank {spec.rank} of engine {spec.key}: it binds other regions than its layout's",
-            Code.REGION_INVALID,
+    wanted = {region.region: region.size_bytes for region in manifest.layout.regions}
+    problem = ""
+    if len(binding.regions) > MAX_REGIONS or bound != wanted:
+        problem = "it binds other regions than its layout's"
+    elif _num_pieces(manifest) > MAX_DESCRIPTORS_PER_RANK:
+        problem = f"its regions lie in more than {MAX_DESCRIPTORS_PER_RANK} pieces"
+    elif wrong := next((r.region for r in binding.regions if not _is_valid_region(r)), None):
+        problem = f"region {wrong} lies where none can"
+    elif not 0 < len(binding.agent) <= MAX_NAME_CHARS or len(binding.metadata) > MAX_METADATA_BYTES:
+        problem = (
+            f"an agent's name of {len(binding.agent)} characters, {len(binding.metadata)} bytes of metadata"
         )
-    if _num_pieces(manifest) > MAX_DESCRIPTORS_PER_RANK:
-        raise EngineError(
-            f"cannot use rank {spec.rank} of engine {spec.key}: its regions lie in more than "
-            f"{MAX_DESCRIPTORS_PER_RANK} pieces",
-            Code.REGION_INVALID,
-        )
-    if wrong := next((r.region for r in binding.regions if not _is_valid_region(r)), None):
-        raise EngineError(
-            f"cannot use rank {spec.rank} of engine {spec.key}: region {wrong} lies where none can",
-            Code.REGION_INVALID,
-        )
-    if not 0 < len(binding.agent) <= MAX_NAME_CHARS or len(binding.metadata) > MAX_METADATA_BYTES:
-        raise EngineError(
-            f"cannot use rank {spec.rank} of engine {spec.key}: an agent's name of {len(binding.agent)} "
-            f"characters, {len(binding.metadata)} bytes of metadata",
-            Code.REGION_INVALID,
-        )
+    if problem:
+        raise EngineError(f"cannot use rank {spec.rank} of engine {spec.key}: {problem}", Code.REGION_INVALID)
     return RankManifest(spec, checked.layout, binding), checked
 
 

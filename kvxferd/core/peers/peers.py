@@ -14,7 +14,7 @@ from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import OPEN_REQUESTS, PEERS, RETRY_LATER_S
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, OpenRequest, PeerRequests
-from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
+from kvxferd.errors import BusyError, Code, KvxferdError, PeerError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineKey
 from kvxferd.records import PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.wire.endpoint import address_of
@@ -112,6 +112,8 @@ class Peers:
         if peer.boot is None:
             self._greet(peer)
         self._peer_requests.send(asked)
+        if peer.boot is None:  # what follows waits for the welcome: nobody may be there
+            self._peer_requests.hold_back(endpoint)
 
     def request_settled(self, asked: OpenRequest, reply: ReplyMessage) -> None:
         """Note what a reply to a request of `request` says of the peer."""
@@ -142,7 +144,8 @@ class Peers:
             if not self._peer_share.has_room(uid):
                 evicted = self._evictable(endpoint, uid)
                 self._forget(evicted)
-            peer = self._new_peer(endpoint, uid)
+            peer = Peer(endpoint, uid)
+            self._peer_share.add(uid, 1)
         peer.users.add(uid)
         self._peers.pop(endpoint, None)
         self._peers[endpoint] = peer  # the longest unused first
@@ -150,11 +153,6 @@ class Peers:
         if evicted is not None:  # after the new peer has its place: whoever is refused may ask at once
             text = f"cannot wait for {evicted.endpoint}: another peer takes the place of one that is silent"
             self._peer_requests.fail_all(evicted.endpoint, BusyError(text, RETRY_LATER_S))
-        return peer
-
-    def _new_peer(self, endpoint: Endpoint, uid: int) -> Peer:
-        peer = Peer(endpoint, uid)
-        self._peer_share.add(uid, 1)
         return peer
 
     def _evictable(self, endpoint: Endpoint, uid: int) -> Peer:
@@ -187,7 +185,7 @@ class Peers:
         )
 
     def _forget_if_idle(self, peer: Peer) -> None:
-        if self._is_used(peer) or any(peer.endpoint in keeper() for keeper in self._pins):
+        if self._is_used(peer) or any(peer.endpoint in pin() for pin in self._pins):
             self._forget_later(peer)
         else:
             self._forget(peer)
@@ -201,35 +199,28 @@ class Peers:
         """Send a hello, unless one is open. What is sent behind it is refused with it."""
         if self._peer_requests.is_open(peer.endpoint, peer.hello):
             return
-        hello = self._make_hello()
-        peer.hello = hello.request
-        timeout_s = self._context.settings.silent_after_s
+        peer.hello, context = self._peer_requests.next_id(), self._context
+        hello = PeerHello(
+            request=peer.hello, versions=PEER_VERSIONS, boot=context.boot, endpoint=context.endpoint
+        )
+        timeout_s = context.settings.silent_after_s
         self._peer_requests.send(OpenRequest(peer.endpoint, hello, timeout_s, peer, peer.uid))
 
     def hello_answered(self, peer: Peer, asked: OpenRequest, reply: ReplyMessage) -> None:
         """Go on with a peer that is there; fail the requests to one that refuses this daemon."""
-        if isinstance(reply, PeerWelcome) and _is_supported(reply.version):
+        if isinstance(reply, PeerWelcome) and PEER_VERSIONS.oldest <= reply.version <= PEER_VERSIONS.newest:
             former, peer.boot = peer.boot, reply.boot
             peer.round_trip_s = self._context.now - asked.opened_at
             if former not in (None, reply.boot):
                 peer.forget_engines()
                 text = f"cannot wait for {address_of(peer.endpoint)}: its daemon was started anew; ask again"
-                self._peer_requests.fail_waiting(peer.endpoint, KvxferdError(text, Code.PEER_UNREACHABLE))
+                error = KvxferdError(text, Code.PEER_UNREACHABLE)
+                self._peer_requests.fail_all(peer.endpoint, error, only_waiting=True)
             self._peer_requests.resume(peer.endpoint)
         elif asked.is_unanswered:
             self._mark_silent(peer)
         elif self._peers.get(peer.endpoint) is peer:
-            refused = as_refusal(reply)
-            error = KvxferdError(refused.message, refused.code, retry_after_s=refused.retry_after_s)
-            self._give_up(peer, error)
-
-    def _make_hello(self) -> PeerHello:
-        return PeerHello(
-            request=self._peer_requests.next_id(),
-            versions=PEER_VERSIONS,
-            boot=self._context.boot,
-            endpoint=self._context.endpoint,
-        )
+            self.give_up(peer.endpoint, as_error(reply))
 
     def _mark_silent(self, peer: Peer) -> None:
         """Forget what was learnt from the peer: after a silence another daemon may be there.
@@ -255,10 +246,14 @@ class Peers:
         if peer is not None and peer.boot is None and not self._is_used(peer):
             self._forget(peer)
 
-    def _give_up(self, peer: Peer, error: KvxferdError) -> None:
-        """Forget the peer, and fail the requests to it."""
-        self._forget(peer)
-        self._peer_requests.fail_all(peer.endpoint, error)
+    def give_up(self, endpoint: Endpoint, error: KvxferdError) -> None:
+        """Forget the peer, if it is known, and fail the requests to it. The next request greets it again.
+
+        A pull that has its grant goes on: its reads need no daemon, and the fence word decides.
+        """
+        if peer := self._peers.get(endpoint):
+            self._forget(peer)
+            self._peer_requests.fail_all(endpoint, error)
 
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.endpoint]
@@ -289,16 +284,10 @@ class Peers:
             case _:
                 raise ProtocolError(f"cannot take a {type(message).__name__} as a reply", Code.OUT_OF_PLACE)
 
-    def protocol_broken(self, endpoint: Endpoint, error: ProtocolError) -> None:
-        """Close the connection of a peer that broke the protocol, and fail the requests to it."""
-        if peer := self._peers.get(endpoint):
-            self._give_up(peer, error)
-
     def mark_unreachable(self, endpoint: Endpoint, reason: str) -> None:
-        """Fail the requests to a peer to which no connection can be made."""
-        if peer := self._peers.get(endpoint):
-            text = f"cannot reach {address_of(endpoint)}: {reason}"
-            self._give_up(peer, KvxferdError(text, Code.PEER_UNREACHABLE))
+        """Give up a peer to which no connection can be made."""
+        text = f"cannot reach {address_of(endpoint)}: {reason}"
+        self.give_up(endpoint, KvxferdError(text, Code.PEER_UNREACHABLE))
 
     def disconnected(self, endpoint: Endpoint, reason: str) -> None:
         """Find out by a hello whether the same daemon is back. What waits there fails if none is for long.
@@ -326,7 +315,8 @@ class Peers:
     def _not_back(self, peer: Peer, reason: str) -> None:
         grace_s = self._context.settings.restart_grace_s
         text = f"cannot reach {address_of(peer.endpoint)} for {grace_s:.4g} s: {reason}; {CHECK_PEER}"
-        self._peer_requests.fail_waiting(peer.endpoint, KvxferdError(text, Code.PEER_UNREACHABLE))
+        error = KvxferdError(text, Code.PEER_UNREACHABLE)
+        self._peer_requests.fail_all(peer.endpoint, error, only_waiting=True)
         self._mark_silent(peer)
 
     def silent_s(self, endpoint: Endpoint, since: float) -> float:
@@ -357,22 +347,18 @@ class Peers:
         return set(self._peers)
 
     def drop(self, endpoint: Endpoint) -> None:
-        """Forget the peer and fail the requests to it. The next request greets it again.
-
-        A pull that has its grant goes on: its reads need no daemon, and the fence word decides.
-        """
-        if peer := self._peers.get(endpoint):
-            text = f"cannot wait for {endpoint}: an operator dropped that peer"
-            self._give_up(peer, KvxferdError(text, Code.CANCELLED))
+        """Give up a peer for the operator."""
+        text = f"cannot wait for {endpoint}: an operator dropped that peer"
+        self.give_up(endpoint, KvxferdError(text, Code.CANCELLED))
 
     def allowlist_changed(self) -> None:
-        """Forget the peers that the allow-lists do not admit any more, as `drop` does."""
+        """Give up the peers that the allow-lists do not admit any more."""
         for peer in list(self._peers.values()):
             try:
                 if peer.endpoint != self._context.endpoint:
                     self._context.allowlist.check(peer.endpoint)
             except KvxferdError as error:
-                self._give_up(peer, error)
+                self.give_up(peer.endpoint, error)
 
     def charges(self) -> Iterator[Charge]:
         """Yield what the peers, and the open requests to them, are counted for."""
@@ -390,6 +376,7 @@ class Peers:
 
     def snapshot(self, num_grants: dict[Endpoint, int]) -> tuple[PeerSnapshot, ...]:
         """Return the other daemons. This node, a peer of its own for its ranks' reads, is left out."""
+        now = self._context.now
         return tuple(
             PeerSnapshot(
                 endpoint=peer.endpoint,
@@ -403,9 +390,7 @@ class Peers:
                 ),
                 num_grants=num_grants.get(peer.endpoint, 0),
                 round_trip_s=None if peer.round_trip_s is None else round(peer.round_trip_s, 6),
-                last_reply_s=None
-                if peer.last_seen_at is None
-                else round(self._context.now - peer.last_seen_at, 3),
+                last_reply_s=None if peer.last_seen_at is None else round(now - peer.last_seen_at, 3),
             )
             for peer in self._peers.values()
             if peer.endpoint != self._context.endpoint
@@ -428,23 +413,15 @@ class Peers:
         return "up" if peer.boot else "connecting"
 
 
-def _is_supported(version: int) -> bool:
-    return PEER_VERSIONS.oldest <= version <= PEER_VERSIONS.newest
-
-
-def as_refusal(reply: ReplyMessage) -> PeerRefused:
-    """Return the refusal; for a reply of the wrong kind, a refusal that names it."""
+def as_error(reply: ReplyMessage) -> KvxferdError:
+    """Return what a refusal reports; for a reply of the wrong kind, an error that names it."""
     if isinstance(reply, PeerRefused):
-        return reply
+        return KvxferdError(reply.message, reply.code, retry_after_s=reply.retry_after_s)
     if isinstance(reply, PeerWelcome):
-        return PeerRefused(
-            request=reply.request,
-            code=Code.BAD_VERSION,
-            message=f"cannot speak with the peer: it chose protocol version {reply.version}, "
+        return PeerError(
+            f"cannot speak with the peer: it chose protocol version {reply.version}, "
             f"and this one speaks {PEER_VERSIONS}; upgrade the older",
+            Code.BAD_VERSION,
         )
-    return PeerRefused(
-        request=reply.request,
-        code=Code.BAD_FRAME,
-        message=f"cannot use the peer's reply: it is a {type(reply).__name__}",
-    )
+    text = f"cannot use the peer's reply: it is a {type(reply).__name__}"
+    return PeerError(text, Code.BAD_FRAME)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,6 @@ from kvxferd.wire.peer import (
 )
 
 Address = Endpoint | bytes  # a peer's endpoint, or the route of a connection that a peer opened
-NO_ADDRESS: Address = b""  # no route: no peer can reply
 
 CHECK_PEER = (
     "check that a daemon runs there, on that port (`kvxferd status` on its node shows its endpoint; "
@@ -53,11 +52,6 @@ class OpenRequest:
     is_unanswered: bool = False  # the peer was silent for too long
     why: str = ""  # it waits at the peer, as that has said
     waiting_at: float = 0.0  # when the last `StillWaiting` arrived; at first, when the request was sent
-
-    @property
-    def ends_at(self) -> float:
-        """When it is refused here, however often the peer has said that it waits."""
-        return self.opened_at + self.timeout_s
 
 
 OnSettled = Callable[[OpenRequest, ReplyMessage], None]
@@ -99,7 +93,8 @@ class PeerRequests:
 
     def _schedule_give_up(self, number: int) -> None:
         open_request = self._open[number]
-        when = min(open_request.ends_at, open_request.waiting_at + open_request.silent_s)
+        ends_at = open_request.opened_at + open_request.timeout_s  # however often the peer says that it waits
+        when = min(ends_at, open_request.waiting_at + open_request.silent_s)
         self._context.timers.set(("give-up", number), when, lambda: self._time_out(number))
 
     def _send(self, number: int) -> None:
@@ -131,8 +126,9 @@ class PeerRequests:
         if address in self._held_back:
             self._held_back.discard(address)
             before = self._context.now - self._context.settings.resend_s / 4
-            there = [n for n in self._open_by_address.get(address, ()) if self._open[n].sent_at <= before]
-            self._put_off(self.send_again, there)
+            for number in self._open_by_address.get(address, ()):
+                if (asked := self._open[number]).sent_at <= before:
+                    self._context.put_off(asked.uid, partial(self.send_again, number))
 
     def _time_out(self, number: int) -> None:
         open_request = self._open[number]
@@ -211,30 +207,19 @@ class PeerRequests:
         for number in following:
             self._open[number].address = new
 
-    def fail_all(self, address: Address, error: KvxferdError) -> None:
+    def fail_all(self, address: Address, error: KvxferdError, *, only_waiting: bool = False) -> None:
         """Fail all requests to that address. No reply to them is accepted from now on.
 
+        `only_waiting`: those that may wait there; what is told to the peer is sent again when it is back.
         Where thousands are open, most of them fail in later turns.
         """
-        failed = self._open_by_address.pop(address, {})
-        self._held_back.discard(address)
-        for number in failed:
-            self._open[number].address = NO_ADDRESS
-            self._context.timers.cancel(("resend", number))
-        self._put_off(partial(self._fail, error), failed)
+        for number in tuple(self._open_by_address.get(address, ())):
+            if not only_waiting or self._open[number].silent_s < math.inf:
+                failed = self._remove(number)
+                self._context.put_off(failed.uid, partial(self._fail, failed, error))
 
-    def fail_waiting(self, address: Address, error: KvxferdError) -> None:
-        """Fail the requests that may wait there; what is told to the peer is sent again when it is back."""
-        waiting = [n for n in self._open_by_address.get(address, ()) if self._open[n].silent_s < math.inf]
-        self._put_off(partial(self._fail, error), waiting)
-
-    def _put_off(self, call: Callable[[int], None], numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._context.put_off(self._open[number].uid, partial(call, number))
-
-    def _fail(self, error: KvxferdError, number: int) -> None:
-        if number in self._open:  # neither withdrawn nor timed out meanwhile
-            self._complete(number, refusal_of(number, error))
+    def _fail(self, failed: OpenRequest, error: KvxferdError) -> None:
+        self._on_settled(failed, refusal_of(failed.message.request, error))
 
     def get(self, number: int) -> OpenRequest | None:
         """Return an open request; None: it has its reply."""

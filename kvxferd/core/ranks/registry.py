@@ -187,10 +187,6 @@ class Registry:
         """Yield what the ranks of this node's workers are counted for."""
         return ((RANKS, rank.uid, 1) for rank in self.local_ranks())
 
-    def user_has_rank(self, uid: int) -> bool:
-        """Whether the user has a rank here."""
-        return self._share.held_by(uid) > 0
-
     def is_superseded(self, key: EngineKey) -> bool:
         """Whether a newer generation of the engine is here: this one gets no new grants."""
         return self.newest(key.engine_id) not in (None, key)

@@ -70,7 +70,6 @@ class Session:
     num_offers: int = 0  # of movers so far; the last offer has this number
     replies_once_unmapped: list[worker.Refused | worker.Suspended] = field(default_factory=list)
     assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
-    charged_with_rank: bool = False  # the assembly's bytes count in the share of users who have a rank
     abandoning: set[TransferRef] = field(default_factory=set)  # sent to the source, without a reply yet
 
     @property

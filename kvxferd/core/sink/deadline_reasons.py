@@ -21,7 +21,7 @@ def describe_wait(pull: Pull, need: Need | Piece, grant_client: GrantClient) -> 
     """Return whom a pull waits for that no mover has, and the sentence for its message."""
     hold = pull.held_grant
     if hold.state in (GrantState.HANDSHAKING, GrantState.REQUESTING):
-        return grant_client.awaited(hold), grant_client.describe_wait(hold)
+        return grant_client.describe_wait(hold)
     if hold.state is GrantState.PLANNING:
         what = f"while this node planned the reads of engine {hold.ref.engine}"
         return "this node", f"{what}; check that its processors are free"

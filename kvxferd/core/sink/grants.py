@@ -10,7 +10,7 @@ import msgspec
 from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.block_id_memory import request_bytes
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
-from kvxferd.core.peers.peers import Peers
+from kvxferd.core.peers.peers import Peers, as_error
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, PeerRequests
 from kvxferd.core.ranks.movers import Movers
@@ -18,7 +18,7 @@ from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.held_grant import GrantState, GrantTrigger, HeldGrant
 from kvxferd.core.sink.manifests import HandshakeClient
 from kvxferd.core.sink.plans import Plans
-from kvxferd.errors import BusyError, Code, KvxferdError, PeerError, PlanError
+from kvxferd.errors import Code, KvxferdError, PeerError, PlanError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.layout import BlocksByGroup, append_ids, num_id_bytes
 from kvxferd.plan import PlanJob, PlannedReads
@@ -36,7 +36,6 @@ from kvxferd.wire.peer import (
     GrantReply,
     GrantRequest,
     GrantsRenewed,
-    PeerRefused,
     ReleaseGrant,
     RenewGrants,
     ReplyMessage,
@@ -113,21 +112,25 @@ class GrantClient:
         hold.num_stale_bindings = 0
         self._learn_engine(hold)
 
-    def describe_wait(self, hold: HeldGrant) -> str:
-        """Describe for an error message whose reply the grant waits for, since when, and what to check."""
-        where = f"in {hold.state}: {address_of(hold.ref.endpoint)}"
-        if (why := self._why_waiting(hold)) is not None:
-            return f"{where} is there, and waits for engine {hold.ref.engine}: {why}; look at that engine"
-        requested = f"engine {hold.ref.engine}" if hold.state is GrantState.HANDSHAKING else "a grant"
+    def describe_wait(self, hold: HeldGrant) -> tuple[str, str]:
+        """Return whom a grant that is requested waits for, and the sentence for an error message.
+
+        It waits for the peer, or where that has just said so, for the engine.
+        """
+        is_learning = hold.state is GrantState.HANDSHAKING
+        address, engine = address_of(hold.ref.endpoint), hold.ref.engine
+        asked = self._peer_requests.get(self._awaited(hold))
+        if asked is not None and asked.why and self._context.now - asked.waiting_at <= HEARD_WITHIN_S:
+            who = "a rank" if is_learning else "the publisher or a rank"
+            text = f"{address} is there, and waits for engine {engine}: {asked.why}; look at that engine"
+            return f"{who} of engine {hold.ref.engine_id}", f"in {hold.state}: {text}"
         silent_s = self._peers.silent_s(hold.ref.endpoint, hold.started_at)
         wait_s = self._context.settings.handshake_wait_s
-        text = f"{where} was asked for {requested}, and has sent nothing for {silent_s:.1f} s; {CHECK_PEER}"
-        # A peer replies at once, unless it waits for ranks.
-        return (
-            text
-            if silent_s > wait_s
-            else f"{text}; or its ranks were not ready, for which it waits {wait_s:g} s"
-        )
+        requested = f"engine {engine}" if is_learning else "a grant"
+        text = f"was asked for {requested}, and has sent nothing for {silent_s:.1f} s; {CHECK_PEER}"
+        if silent_s <= wait_s:  # a peer replies at once, unless it waits for ranks
+            text += f"; or its ranks were not ready, for which it waits {wait_s:g} s"
+        return address, f"in {hold.state}: {address} {text}"
 
     def ask_why(self, hold: HeldGrant) -> None:
         """Send again what the grant waits for: a peer that is there replies why it waits.
@@ -142,22 +145,9 @@ class GrantClient:
         is_learning = hold.state is GrantState.HANDSHAKING
         return self._handshake_client.asked_for(hold) if is_learning else hold.asked
 
-    def _why_waiting(self, hold: HeldGrant) -> str | None:
-        """Return what the peer has said just now that the grant waits for; None: it has said nothing."""
-        asked = self._peer_requests.get(self._awaited(hold))
-        if asked is None or self._context.now - asked.waiting_at > HEARD_WITHIN_S:
-            return None
-        return asked.why or None
-
-    def awaited(self, hold: HeldGrant) -> str:
-        """Return whom a grant that is requested waits for: the peer, or where that is there, the engine."""
-        if self._why_waiting(hold) is None:
-            return address_of(hold.ref.endpoint)
-        who = "a rank" if hold.state is GrantState.HANDSHAKING else "the publisher or a rank"
-        return f"{who} of engine {hold.ref.engine_id}"
-
     def _learn_engine(self, hold: HeldGrant) -> None:
-        self._handshake_client.learn_engine(hold, min(hold.wait_s, self._context.settings.handshake_wait_s))
+        hold.learn_by = self._context.now + min(hold.wait_s, self._context.settings.handshake_wait_s)
+        self._handshake_client.learn_engine(hold)
 
     def _engine_learnt(self, hold: HeldGrant, outcome: RemoteEngine | Refusal) -> None:
         if hold.state is not GrantState.HANDSHAKING:
@@ -172,48 +162,42 @@ class GrantClient:
         hold.transition(GrantTrigger.LEARN)
         self._plan(hold)
 
-    def _plan(self, hold: HeldGrant) -> None:
-        """Request the grant, once there is a plan of its reads."""
+    def _plan(self, hold: HeldGrant, refusal: Refusal | None = None) -> None:
+        """Request the grant, once there is a plan of its reads. `refusal`: why none can be made now."""
         if hold.state is not GrantState.PLANNING or hold.remote is None:
             return
-        try:
-            hold.reads = self.plans.find(hold, hold.remote)
-        except KvxferdError as error:
-            self._settle(hold, Refusal.of(error))
-            return
-        if hold.reads is not None:
+        if refusal is None:
+            try:
+                hold.reads = self.plans.find(hold, hold.remote)
+            except KvxferdError as error:
+                refusal = Refusal.of(error)
+        if refusal is not None:
+            self._settle(hold, refusal)
+        elif hold.reads is not None:
             hold.transition(GrantTrigger.PLAN)
             self._request_grant(hold)
 
     def plan_made(self, job: PlanJob, made: PlannedReads | KvxferdError) -> None:
         """Go on with the grants that wait for a plan."""
-        waiting = self.plans.plan_made(job, made)
         refusal = None if isinstance(made, PlannedReads | PlanError) else Refusal.of(made)
-        for hold in waiting:
-            go_on = partial(self._refuse_plan, hold, refusal) if refusal else partial(self._plan, hold)
-            self._context.put_off(hold.rank.uid, go_on)
-
-    def _refuse_plan(self, hold: HeldGrant, refusal: Refusal) -> None:
-        if hold.state is GrantState.PLANNING:
-            self._settle(hold, refusal)
-
-    def _request_grant(self, hold: HeldGrant) -> None:
-        # No source waits longer than this, whatever a pull's deadline: a longer wait only delays the refusal.
-        wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
-        if hold.after_tokens >= 0:
-            wait_s = hold.wait_s + DEADLINE_MARGIN_S
-        self._send_request(hold, wait_s)
+        for hold in self.plans.plan_made(job, made):
+            self._context.put_off(hold.rank.uid, partial(self._plan, hold, refusal))
 
     def request_more(self, hold: HeldGrant, after_tokens: int, wait_s: float) -> None:
         """Ask once more for a grant that is held: `on_changed` is called when more tokens are ready, or all.
 
         The source keeps the request until then, so nothing is polled.
         """
-        hold.after_tokens, hold.awaits_more = after_tokens, True
-        self._send_request(hold, wait_s + DEADLINE_MARGIN_S)
+        hold.after_tokens, hold.awaits_more, hold.wait_s = after_tokens, True, wait_s
+        self._request_grant(hold)
 
-    def _send_request(self, hold: HeldGrant, wait_s: float) -> None:
+    def _request_grant(self, hold: HeldGrant) -> None:
+        """Ask for the grant, for more tokens, or for more ids than a reply has."""
         assert hold.remote is not None and hold.reads is not None
+        # No source waits longer than this, whatever a pull's deadline: a longer wait only delays the refusal.
+        wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
+        if hold.after_tokens >= 0:
+            wait_s = hold.wait_s + DEADLINE_MARGIN_S
         message = GrantRequest(
             request=self._peer_requests.next_id(),
             grant=hold.grant_id,
@@ -225,118 +209,84 @@ class GrantClient:
             from_tokens=hold.reads.source_lists.missing(hold.starts, hold.blocks),
         )
         timeout_s = wait_s + self._context.settings.silent_after_s
-        endpoint, uid = hold.ref.endpoint, hold.rank.uid
         hold.asked = message.request
-        self._peers.request(endpoint, message, timeout_s, uid, hold, waits=True)
-
-    def _request_page(self, hold: HeldGrant) -> None:
-        """Ask once more for a grant of whose ids there are more than a reply has: it is not waited for."""
-        self._send_request(hold, self._context.settings.handshake_wait_s)
+        self._peers.request(hold.ref.endpoint, message, timeout_s, hold.rank.uid, hold, waits=True)
 
     def answered(self, hold: HeldGrant, request: int, reply: ReplyMessage) -> None:
         """Go on with the reply to the grant's last request."""
         if request != hold.asked:
             return  # it has been asked anew since
-        if hold.state is GrantState.REQUESTING:
-            self._handle_first(hold, reply)
-        elif hold.state in (GrantState.HELD, GrantState.LAPSED):
-            self._handle_more(hold, reply)
-        elif isinstance(reply, GrantReply) and not hold.awaits_more:
-            self._send_return(hold)  # the pull has ended meanwhile
-
-    def _handle_more(self, hold: HeldGrant, reply: ReplyMessage) -> None:
-        refusal = self._take_more(hold, reply)
-        if refusal is None and hold.granted is not None and hold.granted.has_more:
-            self._request_page(hold)
+        is_first, refusal = hold.state is GrantState.REQUESTING, None
+        if not is_first and hold.state not in (GrantState.HELD, GrantState.LAPSED):
+            if isinstance(reply, GrantReply) and not hold.awaits_more:
+                self._send_return(hold)  # the pull has ended meanwhile
             return
-        hold.awaits_more, hold.more_refusal = False, refusal
-        self.on_changed(hold)
+        is_granted = isinstance(reply, GrantReply) or hold.granted is not None
+        try:
+            if self._take(hold, reply).has_more:
+                self._request_grant(hold)
+                return
+            if is_first:
+                self.preload(hold)
+        except KvxferdError as error:
+            refusal = Refusal.of(error)
+        if not is_first:
+            hold.awaits_more, hold.more_refusal = False, refusal
+            self.on_changed(hold)
+        elif refusal is None:
+            self._hold(hold)
+        elif refusal.code is Code.BINDING_STALE and hold.num_stale_bindings < MAX_STALE_BINDINGS:
+            hold.num_stale_bindings += 1
+            hold.transition(GrantTrigger.STALE)
+            self._drop_contents(hold)  # another plan may read other groups
+            self.forget_engine(hold)
+            self._learn_engine(hold)
+        else:
+            self._settle(hold, refusal)
+            if is_granted:
+                self._send_return(hold)
 
-    def _take_more(self, hold: HeldGrant, reply: ReplyMessage) -> Refusal | None:
-        """Go on with a later reply of the grant; return why that cannot be."""
-        if isinstance(reply, PeerRefused):
-            return Refusal(reply.code, reply.message, reply.retry_after_s)
+    def _take(self, hold: HeldGrant, reply: ReplyMessage) -> GrantReply:
+        """Keep the ids of a reply behind those that came before. Raises KvxferdError where that cannot be."""
         if not isinstance(reply, GrantReply):
-            what = f"a {type(reply).__name__}"
-            return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {what}")
-        if 0 <= reply.ready_tokens <= hold.after_tokens:
-            text = f"{reply.ready_tokens} tokens are ready, and more than {hold.after_tokens} were asked for"
-            return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {text}")
-        return self._take_page(hold, reply)
-
-    def _take_page(self, hold: HeldGrant, reply: GrantReply) -> Refusal | None:
-        """Keep the ids of a reply behind those that came before; return why that cannot be."""
+            raise as_error(reply)
         before, uid = hold.granted, hold.rank.uid
-        if problem := _grant_error(reply):
-            return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {problem}")
+        if problem := _grant_error(reply, hold.after_tokens):
+            raise _unusable(problem)
         if before is not None and (
             reply.fence_word != before.fence_word or 0 <= reply.ready_tokens < before.ready_tokens
         ):
-            return Refusal(
-                Code.RELEASED, f"cannot read on in transfer {hold.ref.transfer_id}: it is another one now"
-            )
+            text = f"cannot read on in transfer {hold.ref.transfer_id}: it is another one now"
+            raise PeerError(text, Code.RELEASED)
         assert hold.reads is not None
         lists = hold.reads.source_lists
         try:
             added = lists.added(hold.blocks, reply.blocks)
-            if reply.has_more and not any(one.ids for name, one in added.items() if name not in lists.states):
-                raise PeerError("it has more block ids, and sends none", Code.BAD_FRAME)
         except PeerError as error:
-            return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {error.message}")
+            raise _unusable(error.message) from error
+        if reply.has_more and not any(one.ids for name, one in added.items() if name not in lists.states):
+            raise _unusable("it has more block ids, and sends none")
         replaced = {name: one for name, one in hold.blocks.items() if name in added and name in lists.states}
         size = num_id_bytes(added) - num_id_bytes(replaced)
         if before is None:
             size = request_bytes(added) + len(reply.fence_metadata)
-        try:
-            self._block_ids.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
-        except BusyError as error:
-            return Refusal.of(error)
+        self._block_ids.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
         self._block_ids.add(uid, size)
         hold.charged_bytes += size
         for name, listed in added.items():
             is_first = name not in hold.blocks or not hold.blocks[name].ids or name in replaced
             hold.blocks[name] = listed if is_first else append_ids(hold.blocks[name], listed.ids)
         hold.granted = msgspec.structs.replace(reply, blocks={})
-        return None
+        return hold.granted
 
-    def _handle_first(self, hold: HeldGrant, reply: ReplyMessage) -> None:
-        if isinstance(reply, GrantReply):
-            self._accept(hold, reply)
-        elif isinstance(reply, PeerRefused):
-            if reply.code is Code.BINDING_STALE and hold.num_stale_bindings < MAX_STALE_BINDINGS:
-                hold.num_stale_bindings += 1
-                hold.transition(GrantTrigger.STALE)
-                self._drop_contents(hold)  # another plan may read other groups
-                self._handshake_client.forget_engine(hold.ref.endpoint, hold.ref.engine)
-                self._learn_engine(hold)
-                return
-            has_page = hold.granted is not None
-            self._settle(hold, Refusal(reply.code, reply.message, reply.retry_after_s))
-            if has_page:
-                self._send_return(hold)
-        else:
-            what = type(reply).__name__
-            self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: a {what}"))
-
-    def _accept(self, hold: HeldGrant, granted: GrantReply) -> None:
-        if (refusal := self._take_page(hold, granted)) is not None:
-            self._settle(hold, refusal)
-            self._send_return(hold)
-            return
-        if granted.has_more:
-            self._request_page(hold)
-            return
-        try:
-            self.preload(hold)
-        except PeerError as error:
-            self._settle(hold, Refusal.of(error))
-            self._send_return(hold)
-            return
+    def _hold(self, hold: HeldGrant) -> None:
+        """Renew the grant from now on."""
+        assert hold.granted is not None
         hold.transition(GrantTrigger.GRANT)
         held = self._held.setdefault(hold.ref.endpoint, {})
         held[hold.grant_id] = hold
         if len(held) == 1:
-            self._schedule_renewal(hold.ref.endpoint, granted.lease_s)
+            self._schedule_renewal(hold.ref.endpoint, hold.granted.lease_s)
         self._settle(hold)
 
     def _settle(self, hold: HeldGrant, refusal: Refusal | None = None) -> None:
@@ -389,14 +339,9 @@ class GrantClient:
         for uid, grants in grants_of.items():
             for first in range(0, len(grants), MAX_GRANTS_PER_RENEWAL):
                 some = tuple(grants[first : first + MAX_GRANTS_PER_RENEWAL])
-                self._request_renewal(endpoint, some, lease_s, uid)
+                message = RenewGrants(request=self._peer_requests.next_id(), grants=some)
+                self._peers.request(endpoint, message, lease_s, uid, endpoint)
         self._schedule_renewal(endpoint, lease_s)
-
-    def _request_renewal(
-        self, endpoint: Endpoint, grants: tuple[GrantId, ...], lease_s: float, uid: int
-    ) -> None:
-        message = RenewGrants(request=self._peer_requests.next_id(), grants=grants)
-        self._peers.request(endpoint, message, lease_s, uid, endpoint)
 
     def renewed(self, endpoint: Endpoint, reply: ReplyMessage) -> None:
         """Note which grants have ended at their source."""
@@ -439,16 +384,13 @@ class GrantClient:
 
     def _drop_contents(self, hold: HeldGrant) -> None:
         """Free the source's block ids, though a last message about the grant may be under way."""
-        self._drop_ids(hold)
+        self._block_ids.release(hold.rank.uid, hold.charged_bytes)
+        hold.charged_bytes, hold.granted, hold.blocks = 0, None, {}
         if hold.remote is not None:
             hold.remote.release()
         if hold.reads is not None:
             self.plans.release(hold.reads)
         hold.remote = hold.reads = None
-
-    def _drop_ids(self, hold: HeldGrant) -> None:
-        self._block_ids.release(hold.rank.uid, hold.charged_bytes)
-        hold.charged_bytes, hold.granted, hold.blocks = 0, None, {}
 
     def _send_return(self, hold: HeldGrant) -> None:
         message = ReleaseGrant(request=self._peer_requests.next_id(), grant=hold.grant_id)
@@ -478,8 +420,14 @@ def _host_word_address(binding: Binding) -> int:
     return next((region.address for region in plain if region.size_bytes >= FENCE_WORD_BYTES), 0)
 
 
-def _grant_error(granted: GrantReply) -> str:
-    """Return why a timer or a mover cannot use the grant; "" where they can."""
+def _unusable(problem: str) -> PeerError:
+    return PeerError(f"cannot use the peer's reply to a grant: {problem}", Code.BAD_FRAME)
+
+
+def _grant_error(granted: GrantReply, after_tokens: int) -> str:
+    """Return why a pull, a timer or a mover cannot use the grant; "" where they can."""
+    if 0 <= granted.ready_tokens <= after_tokens:
+        return f"{granted.ready_tokens} tokens are ready, and more than {after_tokens} were asked for"
     if not MIN_LEASE_S <= granted.lease_s <= MAX_LEASE_S:  # NaN is not in between either
         return f"a lease of {granted.lease_s} s"
     if len(granted.fence_word) != FENCE_WORD_BYTES:

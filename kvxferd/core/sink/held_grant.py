@@ -68,6 +68,7 @@ class HeldGrant:
     wait_s: float
     started_at: float
     state: GrantState = GrantState.HANDSHAKING
+    learn_by: float = 0.0  # until when its source may wait for the engine's missing ranks
     learnt_at: float | None = None  # when the engine's manifest arrived, or was known already
     settled_at: float | None = None  # when the grant arrived, or was refused
     remote: RemoteEngine | None = None

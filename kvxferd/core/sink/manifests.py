@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
@@ -14,11 +13,11 @@ from kvxferd.core.limits.table import FETCHED_ENGINES, REMOTE_ENGINE_BYTES
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifests
-from kvxferd.core.peers.peers import Peer, Peers, as_refusal
+from kvxferd.core.peers.peers import Peer, Peers, as_error
 from kvxferd.core.peers.remote_engine import RemoteEngine, manifest_bytes
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.sink.held_grant import HeldGrant
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError, PeerError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, GrantId
 from kvxferd.plan import check_engine, digest_of_layouts
 from kvxferd.records import HandshakeRecord
@@ -31,16 +30,6 @@ MAX_ENGINES_PER_PEER = 64
 WAIT_EXPIRED_CODES = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
 
 
-OnLearnt = Callable[[HeldGrant, RemoteEngine | Refusal], None]
-
-
-class EngineWaiter(NamedTuple):
-    """A grant that waits for an engine's manifest, and until `deadline` for the engine's missing ranks."""
-
-    grant: HeldGrant
-    deadline: float
-
-
 @dataclass(slots=True)
 class EngineFetch:
     """An engine's manifest that is fetched, for all grants that wait for it."""
@@ -50,7 +39,7 @@ class EngineFetch:
     uid: int  # who asked first
     started_at: float
     deadline: float
-    waiting: dict[GrantId, EngineWaiter]
+    waiting: dict[GrantId, HeldGrant]
     known: list[RankManifest] = field(default_factory=list)  # of the pages that are here
     num_bytes: int = 0  # of these, charged until the engine is
     asked: int = 0  # the number of the last `ManifestRequest`
@@ -69,9 +58,10 @@ class HandshakeClient:
         self._fetches: dict[tuple[Endpoint, EngineKey], EngineFetch] = {}
         self._learning_share = context.ledger[FETCHED_ENGINES]
         self._learnt_bytes_share = context.ledger[REMOTE_ENGINE_BYTES]
-        self.on_learnt: OnLearnt = lambda grant, outcome: None  # an engine is acquired for the grant
+        # An engine is acquired for the grant.
+        self.on_learnt: Callable[[HeldGrant, RemoteEngine | Refusal], None] = lambda grant, outcome: None
 
-    def learn_engine(self, grant: HeldGrant, wait_s: float) -> None:
+    def learn_engine(self, grant: HeldGrant) -> None:
         """Fetch the manifest of a grant's engine; call `on_learnt` at once where it is known."""
         endpoint, key, uid = grant.ref.endpoint, grant.ref.engine, grant.rank.uid
         peer, fetch = self._peers.get(endpoint), self._fetches.get((endpoint, key))
@@ -87,11 +77,10 @@ class HandshakeClient:
         if key in peer.engines:
             self.on_learnt(grant, peer.engines[key].acquire())
             return
-        waiter = EngineWaiter(grant, self._context.now + wait_s)
         if fetch is not None:
-            fetch.waiting[grant.grant_id] = waiter
+            fetch.waiting[grant.grant_id] = grant
         else:
-            self._fetch_engine(peer, key, {grant.grant_id: waiter})
+            self._fetch_engine(peer, key, {grant.grant_id: grant})
 
     def asked_for(self, grant: HeldGrant) -> int:
         """Return the number of the request that the grant waits for; 0: it waits for none."""
@@ -103,10 +92,10 @@ class HandshakeClient:
         if fetch := self._fetches.get((grant.ref.endpoint, grant.ref.engine)):
             fetch.waiting.pop(grant.grant_id, None)
 
-    def _fetch_engine(self, peer: Peer, key: EngineKey, waiting: dict[GrantId, EngineWaiter]) -> None:
+    def _fetch_engine(self, peer: Peer, key: EngineKey, waiting: dict[GrantId, HeldGrant]) -> None:
         """Request the manifest, for all that wait for it, as long as one of them waits."""
-        longest = max(waiting.values(), key=lambda waiter: waiter.deadline)
-        fetch = EngineFetch(peer, key, longest.grant.rank.uid, self._context.now, longest.deadline, waiting)
+        longest = max(waiting.values(), key=lambda grant: grant.learn_by)
+        fetch = EngineFetch(peer, key, longest.rank.uid, self._context.now, longest.learn_by, waiting)
         self._fetches[peer.endpoint, key] = fetch
         self._learning_share.add(fetch.uid, 1)
         self._request_page(fetch)
@@ -127,26 +116,40 @@ class HandshakeClient:
 
     def answered(self, fetch: EngineFetch, reply: ReplyMessage) -> None:
         """Ask for the next page; or finish, with all ranks or with why they cannot be had."""
-        refusal: Refusal | None = None
-        if isinstance(reply, ManifestReply):
-            fetch.known.extend(reply.ranks)
-            if reply.ranks and len(fetch.known) < reply.num_ranks:
-                size = manifest_bytes(reply.ranks)
-                if self._learnt_bytes_share.acquire(fetch.uid, size):
-                    fetch.num_bytes += size
-                    self._request_page(fetch)
-                    return
-                refusal = self._no_room(fetch.key, fetch.uid)
+        outcome: RemoteEngine | Refusal
+        try:
+            if self._keep_page(fetch, reply):
+                self._request_page(fetch)
+                return
+            outcome = self._parse_engine(fetch)
+        except KvxferdError as error:
+            outcome = Refusal.of(error)
         self._learnt_bytes_share.release(fetch.uid, fetch.num_bytes)
         self._learning_share.release(fetch.uid)
         place = (fetch.peer.endpoint, fetch.key)
         if self._fetches[place] is fetch:
             del self._fetches[place]
-        users = dict.fromkeys([*(waiter.grant.rank.uid for waiter in fetch.waiting.values()), fetch.uid])
-        outcome = refusal or self._charge_engine(self._parse_engine(fetch, reply), users)
-        if isinstance(outcome, Refusal) and outcome.code in WAIT_EXPIRED_CODES:
+        if isinstance(outcome, RemoteEngine):
+            outcome = self._charge_engine(fetch, outcome)
+        elif outcome.code in WAIT_EXPIRED_CODES:
             self._fetch_for_longer_waits(fetch)
         self._finish_learning(fetch, outcome)
+
+    def _keep_page(self, fetch: EngineFetch, reply: ReplyMessage) -> bool:
+        """Keep the ranks of a reply; return whether there are more. Raises KvxferdError where it has none."""
+        if not isinstance(reply, ManifestReply):
+            raise as_error(reply)
+        if not reply.ranks or any(manifest.spec.key != fetch.key for manifest in reply.ranks):
+            text = f"cannot use the manifest of engine {fetch.key}: it is of another engine"
+            raise PeerError(text, Code.BAD_FRAME)
+        fetch.known.extend(reply.ranks)
+        if len(fetch.known) >= reply.num_ranks:
+            return False
+        size = manifest_bytes(reply.ranks)
+        self._learnt_bytes_share.check(fetch.uid, size, f"learn engine {fetch.key}")
+        self._learnt_bytes_share.add(fetch.uid, size)
+        fetch.num_bytes += size
+        return True
 
     def _fetch_for_longer_waits(self, fetch: EngineFetch) -> None:
         """Request the manifest again for those with a longer wait, who wait for this one no more.
@@ -154,29 +157,25 @@ class HandshakeClient:
         One user's pull of half a second must not fail another's of ten seconds.
         """
         deadline = max(fetch.deadline, self._context.now)
-        if later := {name: waiter for name, waiter in fetch.waiting.items() if waiter.deadline > deadline}:
-            fetch.waiting = {name: waiter for name, waiter in fetch.waiting.items() if name not in later}
+        if later := {name: grant for name, grant in fetch.waiting.items() if grant.learn_by > deadline}:
+            fetch.waiting = {name: grant for name, grant in fetch.waiting.items() if name not in later}
             self._fetch_engine(fetch.peer, fetch.key, later)
 
-    def _charge_engine(self, read: RemoteEngine | Refusal, users: Collection[int]) -> RemoteEngine | Refusal:
+    def _charge_engine(self, fetch: EngineFetch, learnt: RemoteEngine) -> RemoteEngine | Refusal:
         """Charge the engine to the first waiting user with room, for as long as it is used.
 
         A user's engines that were learnt first are forgotten before; a pull that needs one learns it again.
         A first user without room must not cause a refusal to the others.
         """
-        if isinstance(read, Refusal):
-            return read
-        shares, size = self._learnt_bytes_share, read.num_bytes
+        shares, size = self._learnt_bytes_share, learnt.num_bytes
+        users = dict.fromkeys([*(grant.rank.uid for grant in fetch.waiting.values()), fetch.uid])
         for uid in users:
             if not shares.has_room(uid, size):
                 self._forget_engines(uid, size)
             if shares.has_room(uid, size):
-                read.charge(shares, uid)
-                return read
-        return self._no_room(read.spec.key, next(iter(users)))
-
-    def _no_room(self, key: EngineKey, uid: int) -> Refusal:
-        return Refusal.of(self._learnt_bytes_share.refusal(uid, f"learn engine {key}"))
+                learnt.charge(shares, uid)
+                return learnt
+        return Refusal.of(shares.refusal(next(iter(users)), f"learn engine {fetch.key}"))
 
     def _forget_engines(self, uid: int, size: int) -> None:
         for peer in self._peers:
@@ -185,28 +184,18 @@ class HandshakeClient:
                 if self._learnt_bytes_share.has_room(uid, size):
                     return
 
-    def _parse_engine(self, fetch: EngineFetch, reply: ReplyMessage) -> RemoteEngine | Refusal:
-        """Return the engine of these ranks, or why it cannot be read. The reply had the last of them."""
-        key, manifests = fetch.key, fetch.known
-        if not isinstance(reply, ManifestReply):
-            refused = as_refusal(reply)
-            return Refusal(refused.code, refused.message, refused.retry_after_s)
-        if not reply.ranks or any(manifest.spec.key != key for manifest in manifests):
-            return Refusal(
-                Code.BAD_FRAME, f"cannot use the manifest of engine {key}: it is of another engine"
-            )
-        try:
-            ranks, layouts = check_manifests(manifests, self._layout_cache)
-            check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
-            if sorted(ranks) != manifests[0].spec.ranks():
-                text = f"cannot use the manifest of engine {key}: {len(ranks)} of its ranks are in it"
-                raise EngineError(text, Code.ENGINE_INCOMPLETE)
-            workers = ({rank: manifest} for rank, manifest in ranks.items())
-            ranks = aggregate_metadata(workers, "this node", self._context.settings.pp_aware)
-        except KvxferdError as error:
-            return Refusal.of(error)
+    def _parse_engine(self, fetch: EngineFetch) -> RemoteEngine:
+        """Return the engine of the ranks that are here. Raises KvxferdError where it cannot be read."""
+        spec = fetch.known[0].spec
+        ranks, layouts = check_manifests(fetch.known, self._layout_cache)
+        check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
+        if sorted(ranks) != spec.ranks():
+            text = f"cannot use the manifest of engine {fetch.key}: {len(ranks)} of its ranks are in it"
+            raise EngineError(text, Code.ENGINE_INCOMPLETE)
+        workers = ({rank: manifest} for rank, manifest in ranks.items())
+        ranks = aggregate_metadata(workers, "this node", self._context.settings.pp_aware)
         digest = digest_of_layouts({rank: checked.digest for rank, checked in layouts.items()})
-        return RemoteEngine(manifests[0].spec, ranks, digest)
+        return RemoteEngine(spec, ranks, digest)
 
     def _finish_learning(self, fetch: EngineFetch, outcome: RemoteEngine | Refusal) -> None:
         peer, key = fetch.peer, fetch.key
@@ -218,9 +207,9 @@ class HandshakeClient:
             if len(peer.engines) > MAX_ENGINES_PER_PEER:
                 peer.forget_engine(next(iter(peer.engines)))
         self._context.emit(EmitRecord(self._record(fetch, outcome)))
-        for waiter in fetch.waiting.values():
-            go_on = partial(self.on_learnt, waiter.grant, _acquired(outcome))
-            self._context.put_off(waiter.grant.rank.uid, go_on)
+        for grant in fetch.waiting.values():
+            go_on = partial(self.on_learnt, grant, _acquired(outcome))
+            self._context.put_off(grant.rank.uid, go_on)
         if isinstance(outcome, RemoteEngine):
             outcome.release()  # its use since it was charged
 

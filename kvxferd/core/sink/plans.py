@@ -18,10 +18,11 @@ from kvxferd.core.limits.table import PLAN_BYTES
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.held_grant import HeldGrant
-from kvxferd.errors import BusyError, Code, KvxferdError, PlanError
+from kvxferd.errors import KvxferdError, PlanError
 from kvxferd.ids import EngineId
 from kvxferd.plan import PlanJob, PlanKey, PlannedReads, RegisteredEngine
 from kvxferd.records import TopologyRecord
+from kvxferd.wire.common import Refusal
 
 # A request that is refused again costs no planning, which takes up to two seconds. A refusal has 1 KiB of
 # text, and may have a megabyte.
@@ -38,15 +39,6 @@ class _KeptReads:
     num_grants: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """Why reads are not kept: there is no plan of them, or it had no room. Its text names the engine."""
-
-    message: str = ""
-    code: Code | None = None  # None: it had no room
-    num_bytes: int = 0
-
-
 class Plans:
     """Finds the reads of grants. Those without room are refused; nobody's running pulls lose theirs."""
 
@@ -56,7 +48,8 @@ class Plans:
         self._kept: dict[PlanKey, _KeptReads] = {}
         # Those that no grant reads by, by user, the longest unused first.
         self._unused: dict[int, OrderedDict[PlanKey, None]] = {}
-        self._refusals: OrderedDict[tuple[PlanKey, EngineId], _Refusal] = OrderedDict()
+        # Why there is no plan, or the bytes of one that had no room. The text names the engine.
+        self._refusals: OrderedDict[tuple[PlanKey, EngineId], Refusal | int] = OrderedDict()
         self._waiting: dict[PlanKey, list[HeldGrant]] = {}  # for what is being planned
 
     def find(self, grant: HeldGrant, remote: RemoteEngine) -> PlannedReads | None:
@@ -93,12 +86,12 @@ class Plans:
         """Keep a plan, for the first user who waits and has room for it; return the grants that waited."""
         waiting = self._waiting.pop(job.key, [])
         if isinstance(made, PlanError):
-            self._refuse(job, _Refusal(str(made), made.code))
+            self._refuse(job, Refusal.of(made))
         elif isinstance(made, PlannedReads):
             users = dict.fromkeys(grant.rank.uid for grant in waiting)
             uid = next((uid for uid in users if self._make_room(uid, made.num_bytes)), None)
             if uid is None:
-                self._refuse(job, _Refusal(num_bytes=made.num_bytes))
+                self._refuse(job, made.num_bytes)
             else:
                 self._share.add(uid, made.num_bytes)
                 self._kept[job.key] = _KeptReads(made, uid)
@@ -109,26 +102,23 @@ class Plans:
         if (kept := self._kept.get(job.key)) is not None:
             return kept.reads
         engine_id, uid = job.remote_spec.engine_id, grant.rank.uid
-        refusal = self._refusals.pop((job.key, engine_id), None)
-        if refusal is not None and not (refusal.code is None and self._make_room(uid, refusal.num_bytes)):
-            self._refusals[job.key, engine_id] = refusal
-            raise self._error(refusal, uid, engine_id)
+        refused = self._refusals.pop((job.key, engine_id), None)
+        if refused is not None and not (isinstance(refused, int) and self._make_room(uid, refused)):
+            self._refusals[job.key, engine_id] = refused
+            if isinstance(refused, Refusal):
+                raise PlanError(refused.message, refused.code)
+            raise self._share.refusal(uid, f"keep a plan to read {engine_id} of {refused} bytes")
         waiting = self._waiting.setdefault(job.key, [])
         waiting.append(grant)
         if len(waiting) == 1:
             self._context.emit(MakePlan(job, uid))
         return None
 
-    def _error(self, refusal: _Refusal, uid: int, engine_id: EngineId) -> PlanError | BusyError:
-        if refusal.code is not None:
-            return PlanError(refusal.message, refusal.code)
-        return self._share.refusal(uid, f"keep a plan to read {engine_id} of {refusal.num_bytes} bytes")
-
-    def _refuse(self, job: PlanJob, refusal: _Refusal) -> None:
-        self._refusals[job.key, job.remote_spec.engine_id] = refusal
-        num_chars = sum(len(kept.message) for kept in self._refusals.values())
+    def _refuse(self, job: PlanJob, refused: Refusal | int) -> None:
+        self._refusals[job.key, job.remote_spec.engine_id] = refused
+        num_chars = sum(map(_num_chars, self._refusals.values()))
         while len(self._refusals) > MAX_REFUSALS or num_chars > MAX_REFUSAL_CHARS:
-            num_chars -= len(self._refusals.popitem(last=False)[1].message)
+            num_chars -= _num_chars(self._refusals.popitem(last=False)[1])
 
     def _make_room(self, uid: int, num_bytes: int) -> bool:
         """Evict unused plans, of this user and those with more, until it has room; return whether it has."""
@@ -171,3 +161,7 @@ class Plans:
         reading = Counter(hold.reads.key for hold in holds if hold.reads is not None)
         counted = {key: kept.num_grants for key, kept in self._kept.items() if kept.num_grants}
         assert reading == counted, f"{sum(counted.values())} grants counted that read, {reading.total()} do"
+
+
+def _num_chars(refused: Refusal | int) -> int:
+    return len(refused.message) if isinstance(refused, Refusal) else 0

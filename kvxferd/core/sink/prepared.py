@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvxferd.core.context import NodeContext
+from kvxferd.core.limits.block_id_memory import ENTRY_BYTES
 from kvxferd.core.limits.ledger import Charge
-from kvxferd.core.limits.table import BLOCK_ID_BYTES, PREPARED_PULLS
+from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.sink.grants import GrantClient
@@ -23,7 +24,7 @@ class PreparedGrants:
     def __init__(self, context: NodeContext, grant_client: GrantClient) -> None:
         self._context = context
         self._grant_client = grant_client
-        self._share = context.ledger[PREPARED_PULLS]
+        self._block_ids = context.ledger[BLOCK_ID_BYTES]
         self._of_session: dict[SessionId, dict[TransferRef, HeldGrant]] = {}
 
     def __iter__(self) -> Iterator[HeldGrant]:
@@ -33,19 +34,14 @@ class PreparedGrants:
     def charges(self) -> Iterator[Charge]:
         """Yield what the grants are counted for."""
         for hold in self:
-            yield PREPARED_PULLS, hold.rank.uid, 1
-            yield BLOCK_ID_BYTES, hold.rank.uid, hold.charged_bytes
-
-    def num_of(self, session: SessionId) -> int:
-        """Return how many a session has."""
-        return len(self._of_session.get(session, ()))
+            yield BLOCK_ID_BYTES, hold.rank.uid, ENTRY_BYTES + hold.charged_bytes
 
     def prepare(self, session: Session, rank: LocalRank, ref: TransferRef) -> None:
         """Request a grant, unless it is requested already or there is no room: the pull requests its own."""
         prepared = self._of_session.setdefault(session.session_id, {})
-        if ref in prepared or self.num_of(session.session_id) >= MAX_PREPARED:
+        if ref in prepared or len(prepared) >= MAX_PREPARED:
             return
-        if not self._share.acquire(session.uid):
+        if not self._block_ids.acquire(session.uid, ENTRY_BYTES):
             return
         prepared[ref] = self._grant_client.acquire(rank, ref, self._context.settings.handshake_wait_s)
         self._context.after(
@@ -57,11 +53,10 @@ class PreparedGrants:
     def pop(self, session: Session, ref: TransferRef) -> HeldGrant | None:
         """Return the session's grant, unless it was refused or has ended: a new one may succeed."""
         hold = self._remove(session, ref)
-        if hold is None:
-            return None
-        self._share.release(session.uid)
         # One of another rank is of a registration that failed, maybe of another layout.
-        if hold.rank is not session.rank or hold.state in (GrantState.REFUSED, GrantState.LAPSED):
+        if hold is not None and (
+            hold.rank is not session.rank or hold.state in (GrantState.REFUSED, GrantState.LAPSED)
+        ):
             self._grant_client.release(hold)
             return None
         return hold
@@ -70,7 +65,6 @@ class PreparedGrants:
         """End a grant that no pull wants. Does nothing where there is none."""
         if (hold := self._remove(session, ref)) is not None:
             self._grant_client.release(hold)
-            self._share.release(session.uid)
 
     def session_closed(self, session: Session) -> None:
         """End all grants of the session."""
@@ -81,5 +75,6 @@ class PreparedGrants:
     def _remove(self, session: Session, ref: TransferRef) -> HeldGrant | None:
         hold = self._of_session.get(session.session_id, {}).pop(ref, None)
         if hold is not None:
+            self._block_ids.release(session.uid, ENTRY_BYTES)
             self._context.timers.cancel(("prepared", session.session_id, ref))
         return hold

@@ -6,7 +6,6 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
 from kvxferd.core.sink.pull import Pull, PullPhase
 from kvxferd.core.sink.pull_totals import NOTHING_READ, add_piece, as_seconds
-from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import Code
 from kvxferd.records import PHASES, PullRecord, PullSnapshot
 from kvxferd.wire.mover import PullOutcome
@@ -55,7 +54,7 @@ def emit_record(
     total_s = ended - pull.received_at
     known = add_piece(pull.read, pull.outcome or NOTHING_READ)
     is_delivered = outcome == "delivered"
-    trace = sampled_trace(context.settings, pull.ref.traceparent, pull.ref.nonce)
+    trace = context.settings.sampled_trace(pull.ref.traceparent, pull.ref.nonce)
     record = PullRecord(
         pull=pull.pull_id,
         transfer_id=pull.ref.transfer_id,

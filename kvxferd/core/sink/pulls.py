@@ -70,8 +70,7 @@ from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.deadline_reasons import describe_read, describe_wait
 from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.held_grant import UNSETTLED, GrantState, HeldGrant
-from kvxferd.core.sink.needs import Need, need_of
-from kvxferd.core.sink.pieces import record_whole, tokens_to_wait_for
+from kvxferd.core.sink.needs import Need, need_of, record_whole, tokens_to_wait_for
 from kvxferd.core.sink.pull import Piece, Pull, PullPhase, PullTrigger
 from kvxferd.core.sink.pull_records import emit_record, phases_of
 from kvxferd.core.sink.pull_totals import NOTHING_READ, add_piece, pieces_read
@@ -137,16 +136,6 @@ class Pulls:
         """Return the pulls of the rank that has most."""
         return max(map(len, self._by_session.values()), default=0)
 
-    @property
-    def num_quarantined(self) -> int:
-        """Return how many pulls are in doubt."""
-        return sum(pull.phase is PullPhase.IN_DOUBT for pull in self._pulls.values())
-
-    @property
-    def quarantined_bytes(self) -> int:
-        """Return the local bytes of the blocks of pulls in doubt."""
-        return sum(pull.local_bytes for pull in self._pulls.values() if pull.phase is PullPhase.IN_DOUBT)
-
     def next_id(self) -> PullId:
         """Return a pull number that was never used before."""
         self._last_id += 1
@@ -173,11 +162,8 @@ class Pulls:
         self._inflight_bytes.add(pull.rank.uid, pull.local_bytes)
         self._block_ids.add(pull.rank.uid, request_bytes(pull.blocks))
         # One timer, set again: most pulls end before it is due.
-        notice_s = self._notice_s(pull)
-        at_notice = self._before_deadline if notice_s > 0 else self._expire
-        self._context.timers.set(
-            ("deadline", pull.pull_id), pull.deadline - notice_s, lambda: at_notice(pull)
-        )
+        notice_at = pull.deadline - self._notice_s(pull)
+        self._context.timers.set(("deadline", pull.pull_id), notice_at, lambda: self._before_deadline(pull))
         pull.held_grant.pull = pull.pull_id
         self.grant_changed(pull.held_grant)
 
@@ -580,7 +566,7 @@ class Pulls:
     def _before_deadline(self, pull: Pull) -> None:
         """Ask the one that the pull waits for whether it is there, so that the failure can name it."""
         self._context.timers.set(("deadline", pull.pull_id), pull.deadline, lambda: self._expire(pull))
-        if pull.deadline - self._context.now < self._notice_s(pull) / 2:
+        if pull.deadline - self._context.now <= self._notice_s(pull) / 2:
             return  # this daemon is late itself: nobody can reply in time
         if pull.phase is PullPhase.WAITING:
             self._grant_client.ask_why(pull.held_grant)

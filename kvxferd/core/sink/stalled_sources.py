@@ -33,11 +33,6 @@ class SourceBreaker:
     def __len__(self) -> int:
         return len(self._stalled_at)
 
-    @property
-    def num_refused(self) -> int:
-        """How many sources are refused to a user."""
-        return sum(self._left_s(at) > 0 for at in self._stalled_at.values())
-
     def _left_s(self, at: deque[float]) -> float:
         if len(at) < MAX_STALLS or at[-1] - at[0] > WINDOW_S:
             return 0.0

@@ -24,7 +24,6 @@ from kvxferd.core.source.ended import EndedTransfers
 from kvxferd.core.source.publish_checks import Admitted, PublishChecks
 from kvxferd.core.source.transfer_table import ALL_TOKENS, Transfer, TransferKey, TransferTable
 from kvxferd.core.source.waiting import WaitingRequests
-from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, SessionId, TransferId
 from kvxferd.layout import BlocksByGroup, append_ids
@@ -146,7 +145,7 @@ class PublishedTransfers:
             covered_tokens=covered_tokens(admitted.engine.rules, blocks, message.num_tokens),
             has_all_blocks=admitted.has_all_blocks,
             charged_bytes=admitted.charged_bytes,
-            traceparent=sampled_trace(settings, message.traceparent, message.nonce),
+            traceparent=settings.sampled_trace(message.traceparent, message.nonce),
         )
 
     def add_blocks(

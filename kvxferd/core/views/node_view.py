@@ -12,6 +12,7 @@ from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.placements import is_proved, own_transports
 from kvxferd.core.ranks.rank import LocalRank, RankRecord
 from kvxferd.core.ranks.registry import LocalEngine, Registry
+from kvxferd.core.sink.pull import PullPhase
 from kvxferd.core.sink.pull_records import snapshot_of
 from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.publishing import PublishedTransfers
@@ -42,7 +43,7 @@ class Listing(Generic[Shown]):
     shown: list[Shown] = field(default_factory=list)
     states: Counter[str] = field(default_factory=Counter)
     num_grants: int = 0
-    num_bytes: int = 0  # of transfers: their blocks on local ranks
+    num_bytes: int = 0  # local: the blocks of transfers, or of pulls in doubt
     oldest_s: float = 0.0  # since the oldest of transfers was published
 
 
@@ -86,6 +87,8 @@ def list_pulls(pulls: Pulls, context: NodeContext) -> Steps[PullSnapshot]:
         for pull in running[start : start + BATCH]:
             shown = snapshot_of(pull, context.now)
             listing.states[shown.phase] += 1
+            if pull.phase is PullPhase.IN_DOUBT:
+                listing.num_bytes += pull.local_bytes
             if len(listing.shown) < MAX_SHOWN:
                 listing.shown.append(shown)
         yield None
@@ -151,19 +154,19 @@ def _transports_snapshots(rank: LocalRank) -> tuple[TransportsSnapshot, ...]:
 
 
 def _rank_snapshot(record: RankRecord, movers: Movers) -> RankSnapshot:
-    local = isinstance(record, LocalRank)
+    rank, agent, layers = record.spec.rank, record.agent, (record.layout.start_layer, record.layout.end_layer)
+    if not isinstance(record, LocalRank):
+        return RankSnapshot(rank=rank, state="remote", agent=agent, library="", bytes=0, layers=layers)
     return RankSnapshot(
-        rank=record.spec.rank,
-        state=record.state if isinstance(record, LocalRank) else "remote",
-        agent=record.agent,
-        library=record.library if isinstance(record, LocalRank) else "",
-        bytes=sum(region.size_bytes for region in record.layout.regions) if local else 0,
-        placement=_placement_snapshot(record)
-        if isinstance(record, LocalRank) and record.is_readable
-        else None,
-        lanes=_transports_snapshots(record) if isinstance(record, LocalRank) else (),
-        worker_pid=record.pid if isinstance(record, LocalRank) else 0,
-        worker_uid=record.uid if isinstance(record, LocalRank) else 0,
-        num_stuck=movers.num_stuck(record.session) if isinstance(record, LocalRank) else 0,
-        layers=(record.layout.start_layer, record.layout.end_layer),
+        rank=rank,
+        state=record.state,
+        agent=agent,
+        library=record.library,
+        bytes=sum(region.size_bytes for region in record.layout.regions),
+        placement=_placement_snapshot(record) if record.is_readable else None,
+        lanes=_transports_snapshots(record),
+        worker_pid=record.pid,
+        worker_uid=record.uid,
+        num_stuck=movers.num_stuck(record.session),
+        layers=layers,
     )

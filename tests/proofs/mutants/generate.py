@@ -43,7 +43,7 @@ EXCLUDED = {
         "control/allowed_keys_file control/node_admin control/operator_log control/placement_warnings"
         " mover/process/log_formatter core/sink/deadline_reasons plan/differences"
     ),
-    "telemetry": "core/sink/pull_records core/views/* core/traces wire/traceparent",
+    "telemetry": "core/sink/pull_records core/views/* wire/traceparent",
 }
 
 _ENUM = re.compile(r"^class (\w+)\((?:Str|Int)?Enum\):\n((?:(?:    .*)?\n)*)", re.MULTILINE)

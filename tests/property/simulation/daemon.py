@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.core.limits.table import ARRIVING_ID_BYTES
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import BootId, Endpoint, GrantId, MoverId, SessionId
 from kvxferd.mover.backends import Backend
@@ -304,18 +305,18 @@ class Daemon(Actor, SimNode):
     def leftovers(self) -> list[str]:
         """Return what a node without work would not remember."""
         node = self.node
+        breaker = node.pulls.source_breaker
         kept = {
             "pulls": len(node.pulls),
-            "quarantined pulls": node.pulls.num_quarantined,
             "transfers": len(node.published.table.live),
             "grants": len(node.published.table.by_grant),
             "holds": sum(node.grant_client.num_grants().values()),
             "requests": self._num_requests_of_work(),
             "waiting requests": len(node.waiting),
-            "refused sources": node.pulls.source_breaker.num_refused,
+            "refused sources": sum(breaker._left_s(at) > 0 for at in breaker._stalled_at.values()),
             "polled movers": len(node.poll_requests._states),
             "chunks": node.chunk_memory.num_bytes,
-            "bytes of parts": node.reassembly_memory.num_bytes,
+            "bytes of parts": node.context.ledger[ARRIVING_ID_BYTES].held,
             "retired movers": node.movers.num_ending(),
             "early readies": sum(
                 bool(one.reports)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from kvxferd.client import gpu_events
-from kvxferd.core.sink import pieces as pull_pieces
+from kvxferd.core.sink import needs
 from kvxferd.core.sink import stalled_sources as source_breaker
 from kvxferd.errors import KvxferdError
 from kvxferd.wire import block_id_parts
@@ -71,7 +71,7 @@ class Result:
 def _limits(traits: Traits) -> Iterator[None]:
     """Have limits that a few tiny blocks reach, and sources that are refused for a short time."""
     limits = (
-        (pull_pieces, "MIN_PIECE_BYTES", 1),
+        (needs, "MIN_PIECE_BYTES", 1),
         (source_breaker, "REFUSED_S", REFUSED_S),
         (block_id_parts, "IDS_PART_BYTES", traits.part_bytes),
         (gpu_events, "POLL_S", POLL_S),

@@ -58,7 +58,7 @@ def test_pulls_whose_peer_fails_end_in_turns(world: World, source: Worker, sink:
     elif event == "dropped":
         counts = ended_in_turns(world, sink.host, ev.PeerDropRequested(endpoint))
     else:
-        node.peers.protocol_broken(endpoint, ProtocolError("nonsense"))
+        node.peers.give_up(endpoint, ProtocolError("nonsense"))
         assert not node.peer_requests.num_open(endpoint)  # an answer is taken no more
         counts = ended_in_turns(world, sink.host, ev.Tick())
     assert open_before >= 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.core.settings import Settings
-from kvxferd.core.traces import sampled_trace
 from kvxferd.records import PullRecord, ReleaseRecord
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
@@ -112,8 +111,8 @@ def test_transfers_without_a_trace_start_one_by_ratio() -> None:
 
 def test_a_requests_own_flag_is_stronger_than_the_ratio() -> None:
     on = Settings(tracing=True, trace_sample_ratio=1.0)
-    assert sampled_trace(on, QUIET, "n") == ""
-    assert sampled_trace(on, DECODE, "n") == DECODE
-    assert sampled_trace(on, "", "n") == root_traceparent("n", 1.0)
-    assert sampled_trace(Settings(tracing=True), "", "n") == ""
-    assert sampled_trace(Settings(trace_sample_ratio=1.0), DECODE, "n") == ""
+    assert on.sampled_trace(QUIET, "n") == ""
+    assert on.sampled_trace(DECODE, "n") == DECODE
+    assert on.sampled_trace("", "n") == root_traceparent("n", 1.0)
+    assert Settings(tracing=True).sampled_trace("", "n") == ""
+    assert Settings(trace_sample_ratio=1.0).sampled_trace(DECODE, "n") == ""

@@ -17,12 +17,12 @@ from click.testing import CliRunner
 
 from kvxferd.cli.root import root
 from kvxferd.control.curve_keys import CurveKeyPair, make_key
-from kvxferd.core import node as core_node
 from kvxferd.core.allowlist import ALLOW_ALL, PeerAllowlist
 from kvxferd.doctor.ping import FAILURES, Outcome, Ping, _refused, find_endpoint, ping
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import Endpoint
 from kvxferd.tooling.control_client import ControlClient
+from kvxferd.wire import peer as peer_wire
 from kvxferd.wire.common import Versions
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.peer import PEER_VERSIONS
@@ -93,7 +93,7 @@ def test_an_event_loop_that_hangs() -> None:
 
 def test_versions_without_one_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     newer = Versions(PEER_VERSIONS.newest + 1, PEER_VERSIONS.newest + 2)
-    monkeypatch.setattr(core_node, "PEER_VERSIONS", newer)
+    monkeypatch.setattr(peer_wire, "PEER_VERSIONS", newer)
     with served_peer() as peer:
         result = ping(peer.address, ALLOW_ALL, None)
     failed(result, Outcome.BAD_VERSION)

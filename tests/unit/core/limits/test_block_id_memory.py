@@ -88,7 +88,7 @@ def test_what_is_prepared_and_left_keeps_nothing(world: World, source: Worker, s
     refs = [source.publish(f"t{number}", IDS, TOKENS) for number in range(3)]
     for ref in refs:
         sink.say(wk.Prepare(ref=ref))
-    each = ONE + len(b"fence")  # and the metadata of the source's fence page
+    each = ENTRY_BYTES + ONE + len(b"fence")  # the pull, its grant, the metadata of the source's fence page
     assert kept(sink) == 3 * each
     sink.say(wk.Abandon(ref=refs[0]))
     assert kept(sink) == 2 * each

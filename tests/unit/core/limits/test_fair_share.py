@@ -6,10 +6,11 @@ import pytest
 
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
+from kvxferd.core.limits.block_id_memory import ENTRY_BYTES
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.limits.ledger import Ledger
 from kvxferd.core.limits.rate_limit import RateLimiter
-from kvxferd.core.limits.table import ABANDONED_TRANSFERS, INFLIGHT_BYTES, PREPARED_PULLS
+from kvxferd.core.limits.table import ABANDONED_TRANSFERS, BLOCK_ID_BYTES, INFLIGHT_BYTES
 from kvxferd.core.ranks.registration_checks import REGISTER_BURST, REGISTER_PER_S
 from kvxferd.errors import BusyError, Code
 from kvxferd.wire import worker as wk
@@ -78,17 +79,18 @@ def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
 
 
 def test_prepared_pulls_have_a_share_of_each_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower(monkeypatch, PREPARED_PULLS, 16)
+    lower(monkeypatch, BLOCK_ID_BYTES, 16 * ENTRY_BYTES)
     world = World()
     first, second = two_users(world)
     node = first.host.node
     for n in range(20):
         first.say(wk.Prepare(ref=ref_to("p", f"t{n}")))
-    assert node.prepared._share.held_by(FIRST) == 14
+    kept = node.context.ledger[BLOCK_ID_BYTES]
+    assert (len(list(node.prepared)), kept.held_by(FIRST)) == (14, 14 * ENTRY_BYTES)
     second.say(wk.Prepare(ref=ref_to("p")))
-    assert node.prepared.num_of(second.session) == 1
+    assert len(list(node.prepared)) == 15
     first.close()
-    assert node.prepared._share.held_by(FIRST) == 0
+    assert kept.held_by(FIRST) == 0
 
 
 @pytest.mark.parametrize("how", ["prepared and left", "pulled and cancelled"])
@@ -106,7 +108,7 @@ def test_what_has_ended_waits_for_no_engine(how: str) -> None:
     node = sink.host.node
     (fetch,) = node.handshake_client._fetches.values()
     assert not fetch.waiting
-    assert node.prepared._share.held == 0
+    assert node.context.ledger[BLOCK_ID_BYTES].held == 0
     world.advance(30.0)
     assert not node.handshake_client._fetches
 
@@ -121,8 +123,8 @@ def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() 
         sink.say(wk.Prepare(ref=ref))
         sink.say(wk.Abandon(ref=ref))
     assert [m.why for m in source.received(wk.Released)] == [Code.ABANDONED] * 8
-    assert sink.host.node.prepared._share.held_by(FIRST) == 0
-    assert not sink.host.node.prepared.num_of(sink.session)
+    assert sink.host.node.context.ledger[BLOCK_ID_BYTES].held == 0
+    assert not list(sink.host.node.prepared)
 
 
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
@@ -157,7 +159,7 @@ def test_a_burst_then_so_many_a_second_of_each_user() -> None:
     for uid in range(100):
         rate.acquire(uid, 11.0)
     rate.acquire(FIRST, 100.0)
-    assert len(rate._buckets) == 1
+    assert len(rate._full_at) == 1
 
 
 def test_who_registers_and_leaves_in_a_loop_is_busy_and_others_register() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvxferd.wire.common import TransferRef
 from tests.support.simulation import IDS, TOKENS, World, spec_of
 
 NUM_PULLS = 4  # that each reader has open when the node is lost
@@ -44,3 +45,21 @@ def test_readers_of_a_lost_node_send_it_a_bounded_number_of_messages_whatever_ot
     of_one_of_many, of_hub_of_many = sent_after_a_loss(12)
     assert of_one_of_many <= of_reader <= 50
     assert of_hub_of_many <= 3 * of_hub <= 3 * 50
+
+
+def test_behind_a_hello_without_reply_no_request_is_sent_twice():
+    world = CountingWorld()
+    sink = world.register(world.host("n"), spec_of("decode"))
+    world.host("hub")
+    world.cut |= {("n", "hub"), ("hub", "n")}
+    sent: list[str] = []
+    post = world.post
+    world.post = lambda *args: [sent.append(type(args[-1]).__name__), post(*args)]
+    for number in range(3):
+        ref = TransferRef("tcp://hub:9441", f"prefill{number}", "g1", "t", "n")
+        sink.pull(ref, IDS, TOKENS, deadline_s=AWAY_S)
+    world.advance(world.settings.silent_after_s / 2)
+    assert (sent.count("ManifestRequest"), sent.count("PeerHello")) == (1, 3)
+    world.cut.clear()
+    world.advance(world.settings.resend_s)
+    assert sent.count("ManifestRequest") == 1 + 3

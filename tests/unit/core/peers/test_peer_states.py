@@ -5,11 +5,12 @@ from __future__ import annotations
 from kvxferd.core.peers.peers import HELLO_RESENDS
 from kvxferd.core.ranks.rank import RankState
 from kvxferd.errors import Code
-from kvxferd.records import LIMIT_NAMES, PULL_STATES, RELEASE_REASONS
+from kvxferd.records import PULL_STATES, RELEASE_REASONS
 from kvxferd.telemetry.gauges import PEER_STATES, RANK_STATES
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.common import TransferRef
+from tests.support.node_samples import LIMIT_NAMES
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.core.limits.table import ARRIVING_ID_BYTES
 from kvxferd.core.sink.prepared import MAX_PREPARED
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, EngineKey, MoverId
@@ -19,7 +20,8 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds, Refusal, Versions
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, spec_of
+from tests.support.low_limits import lower
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, spec_of
 
 
 def refusal(worker) -> wk.Refused:
@@ -347,7 +349,7 @@ def test_there_is_an_end_to_what_one_session_may_prepare(world):
     world.hold_network = True
     for number in range(MAX_PREPARED + 10):
         sink.say(wk.Prepare(ref=msgspec.structs.replace(ref, transfer_id=f"t{number}")))
-    assert sink.host.node.prepared.num_of(sink.session) == MAX_PREPARED
+    assert len(list(sink.host.node.prepared)) == MAX_PREPARED
 
 
 def test_a_fence_slot_holds_one_transfer_at_a_time(world):
@@ -379,16 +381,17 @@ def test_nothing_is_put_together_before_a_registration(world):
     assert [m.code for m in worker.received(wk.Farewell)] == [Code.OUT_OF_PLACE]
 
 
-def test_what_arrives_in_parts_has_a_share_of_each_user(world):
-    """Schedulers without ranks share 16 MiB; a request past that is refused, and its session lives."""
-    host = world.host("p")
-    schedulers = [world.connect(host) for _ in range(3)]
+def test_what_arrives_in_parts_has_a_share_of_each_user(monkeypatch):
+    """A request past it is refused, and its session lives."""
+    lower(monkeypatch, ARRIVING_ID_BYTES, 16 << 20)
+    host = World().host("p")
+    schedulers = [host.world.connect(host) for _ in range(3)]
     for number, scheduler in enumerate(schedulers):
         scheduler.say(wk.Attach(request=1, engine_id=f"e{number}", generation="g"))
         for part in range(10):
             scheduler.say(BlockIds(stream=1, group="full", offset=part << 20, ids=bytes(1 << 20)))
     held = [host.node.sessions[s.session].assembly.num_bytes for s in schedulers]
-    assert sum(held) <= 16 << 20
+    assert sum(held) <= 14 << 20
     assert held[0] == 10 << 20
     for scheduler in schedulers:
         scheduler.say(
@@ -406,16 +409,16 @@ def test_what_arrives_in_parts_has_a_share_of_each_user(world):
     codes = [m.code for s in schedulers for m in s.received(wk.PublishRefused)]
     assert codes[1:] == [Code.BUSY, Code.BUSY]
     assert all(s.connected for s in schedulers)
-    assert host.node.reassembly_memory._other_users.held == 0
+    assert host.node.context.ledger[ARRIVING_ID_BYTES].held == 0
 
 
 def test_what_a_session_had_put_together_is_given_back_when_it_ends(world):
     host = world.host("p")
     worker = world.register(host, spec_of("e"))
     worker.say(BlockIds(stream=1, group="full", offset=0, ids=bytes(1 << 20)))
-    assert host.node.reassembly_memory._users_with_rank.held == 1 << 20
+    assert host.node.context.ledger[ARRIVING_ID_BYTES].held == 1 << 20
     worker.close()
-    assert host.node.reassembly_memory._users_with_rank.held == 0
+    assert host.node.context.ledger[ARRIVING_ID_BYTES].held == 0
 
 
 def test_a_list_as_long_as_may_be_can_be_sent_again():
@@ -462,67 +465,3 @@ def test_an_attach_that_names_no_generation_needs_a_rank_of_this_node(world):
     world.register(host, spec_of("e"))
     scheduler.say(wk.Attach(request=8, engine_id="e", generation=""))
     assert [m.request for m in scheduler.received(wk.Registered)] == [8]
-
-
-@pytest.mark.parametrize("had_rank", [True, False])
-def test_room_goes_back_to_the_share_that_it_was_taken_from(world, had_rank):
-    """Though the user's last rank goes while ids arrive, or the first one comes."""
-    host = world.host("p")
-    arriving = host.node.reassembly_memory
-    rank = world.register(host, spec_of("e")) if had_rank else None
-    scheduler = world.connect(host)
-    scheduler.say(wk.Attach(request=1, engine_id="e", generation="g1"))
-    scheduler.say(BlockIds(stream=1, group="full", offset=0, ids=bytes(1 << 20)))
-    assert (arriving._users_with_rank.held, arriving._other_users.held) == (
-        (1 << 20, 0) if had_rank else (0, 1 << 20)
-    )
-    if rank is None:
-        world.register(host, spec_of("e"))
-    else:
-        rank.close()
-    scheduler.close()
-    assert (arriving._users_with_rank.held, arriving._other_users.held) == (0, 0)
-
-
-def test_a_rank_that_sleeps_and_wakes_has_one_mover_started_at_a_time(world):
-    host = world.host("p")
-    worker = world.register(host, spec_of("e"))
-    node, session = host.node, worker.session
-    exports = worker.exports()
-    (mover,) = host.movers
-
-    def say(message):
-        return node.feed(ev.WorkerMessage(session, message, None, b""), world.now)
-
-    def num_needed(effects):
-        return sum(isinstance(effect, fx.RequestMover) for effect in effects)
-
-    say(wk.Suspend())
-    node.feed(ev.MoverDied(mover), world.now)
-    needed = 0
-    for number in range(20):
-        needed += num_needed(say(wk.Resume(request=2, regions=exports, incarnation=f"n{number}")))
-        say(wk.Suspend())
-    assert needed == 1
-    say(wk.Resume(request=2, regions=exports, incarnation="last"))
-    effects = node.feed(ev.MoverAssigned(session, MoverId(99), AgentName("a/99"), "nixl"), world.now)
-    assert [type(getattr(e, "message", e)) for e in effects] == [wk.MoverOffered], effects
-    say(wk.Suspend())
-    node.feed(ev.MoverDied(MoverId(99)), world.now)
-    assert num_needed(say(wk.Resume(request=2, regions=exports, incarnation="next"))) == 1
-
-
-def test_resuming_counts_as_registering_does(world):
-    worker = world.register(world.host("p"), spec_of("e"))
-    registrations = worker.host.node.local_ranks._checks._started_movers
-    while registrations.acquire(worker.host.node.sessions[worker.session].uid, world.now) == 0.0:
-        pass
-    worker.say(wk.Suspend())
-    assert worker.received(wk.Suspended)
-    worker.resume()
-    refused = refusal(worker)
-    assert refused.code is Code.BUSY
-    assert refused.retry_after_s > 0
-    world.advance(1.0)
-    worker.resume(request=3)
-    assert worker.received(wk.Registered)[-1].request == 3

@@ -29,7 +29,7 @@ SEED = 1
 @pytest.fixture(autouse=True)
 def read_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every block for worth a read of its own."""
-    monkeypatch.setattr("kvxferd.core.sink.pieces.MIN_PIECE_BYTES", 1)
+    monkeypatch.setattr("kvxferd.core.sink.needs.MIN_PIECE_BYTES", 1)
 
 
 @pytest.fixture

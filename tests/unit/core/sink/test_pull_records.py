@@ -218,6 +218,9 @@ def test_nobody_is_asked_where_a_pull_ends_in_time(world, source, sink):
 
 
 def test_many_pulls_with_one_deadline_ask_for_their_engine_once(world, source, sink):
+    ref = source.publish("t", IDS, TOKENS)
+    assert sink.reads(ref)
+    sink.host.node.handshake_client.forget_engine(ref.endpoint, ref.engine)
     world.cut.add((source.host.name, sink.host.name))
     sent = sent_by(world)
     for number in range(20):
