@@ -572,6 +572,8 @@ class Node:
                 self.worker_requests.abandon_answered(session, abandoned.ref)
             case peer_wire.JoinRank() as joined, LocalRank() as rank:
                 self.member.join_answered(rank, joined, reply)
+            case peer_wire.RankReady() as report, LocalRank() as rank:
+                self.member.report_answered(rank, report, reply)
             case peer_wire.RankPollingRequest() as polling, _:
                 if isinstance(reply, peer_wire.RequestDone):
                     self._polling_confirmed(polling.agent)

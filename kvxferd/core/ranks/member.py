@@ -178,7 +178,19 @@ class Member:
             secret=self._secret,
             ready_tokens=ready_tokens,
         )
-        self._peers.request(spec.home, message, self._context.settings.acknowledge_for_s, rank.uid)
+        self._peers.request(spec.home, message, self._context.settings.acknowledge_for_s, rank.uid, rank)
+
+    def report_answered(self, rank: LocalRank, report: RankReady, reply: ReplyMessage) -> None:
+        """Report once more what found no room among its user's requests: pulls there may wait for it."""
+        if isinstance(reply, PeerRefused) and reply.code is Code.BUSY:
+            named = ("report", rank.session, report.transfer_id)
+            again = partial(self._report_latest, rank, report.transfer_id)
+            self._context.after(named, reply.retry_after_s, again)
+
+    def _report_latest(self, rank: LocalRank, transfer_id: TransferId) -> None:
+        if (known := rank.reported.get(transfer_id)) is not None:  # else it is released, or the rank has left
+            incarnation, ready_tokens = known
+            self._send_ready(rank, incarnation, transfer_id, ready_tokens)
 
     # --- requests of the home
 

@@ -495,3 +495,16 @@ def test_reports_that_wait_for_a_rank_to_join_do_not_keep_it_from_joining(world,
     world.register(home, stages[0].spec)
     world.advance(10)
     assert (1, 0) in next(iter(home.node.registry)).ranks
+
+
+def test_a_report_that_found_no_room_is_sent_once_there_is_some(world, spread, monkeypatch):
+    """The room may be taken by pulls that wait for just this report."""
+    stages, sink = spread
+    share = stages[1].host.node.peers._open_request_share
+    ticket = sink.pull(stages[0].publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    with monkeypatch.context() as full:
+        full.setattr(share, "limit", 0)
+        stages[1].ready("t1")
+    assert sink.ended(ticket) is None
+    world.advance(3.0)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
