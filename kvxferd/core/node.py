@@ -36,7 +36,6 @@ from kvxferd.core.events import (
     PullCancelRequested,
     Tick,
     TransferCancelRequested,
-    TransportsSeen,
     WorkerConnected,
     WorkerDisconnected,
     WorkerMessage,
@@ -83,6 +82,7 @@ from kvxferd.core.worker_requests import WorkerRequests
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionId
 from kvxferd.records import EngineSnapshot, LimitSnapshot, NodeSnapshot
+from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import negotiate_version
 from kvxferd.wire.common import Refusal
@@ -91,8 +91,6 @@ from kvxferd.wire.mover import (
     BindRefused,
     Bound,
     ChunkMemoryRequest,
-    DisconnectJudged,
-    DisconnectSeen,
     FenceMapped,
     FenceRefused,
     MoverLeaving,
@@ -104,6 +102,7 @@ from kvxferd.wire.mover import (
     PullProgress,
     PullQuiesced,
     SetPolling,
+    TransportsSeen,
 )
 from kvxferd.wire.outlines import JoinRankOutline
 from kvxferd.wire.peer import (
@@ -369,9 +368,6 @@ class Node:
                     self.local_ranks.mover_unavailable(session, event.refusal)
             case MoverMessage():
                 self._handle_mover_message(event)
-            case TransportsSeen():
-                if (seen := self.movers.get(event.mover)) and (rank := self._rank_of(seen)):
-                    record_transports(self.context, rank, event.lanes)
             case MoverDied():
                 self._mover_died(event)
             case PlanMade():
@@ -563,12 +559,11 @@ class Node:
                 self.pulls.record_progress(mover.mover_id, message)
             case PullQuiesced():
                 self.pulls.mover_quiesced(message.pull, mover.mover_id)
-            case DisconnectSeen():
-                # A resident mover has no log that the daemon reads. A child's message is handled before it
-                # comes here.
-                self.context.emit(
-                    SendToMover(mover.mover_id, DisconnectJudged(number=message.number, over=False))
-                )
+            case TransportsSeen():
+                # A resident mover's log is its worker's: it sends none.
+                if rank is not None and not mover.resident:
+                    used = TransportsUsed(message.reach, message.transports, message.is_fully_parsed)
+                    record_transports(self.context, rank, used)
             case ChunkMemoryRequest():
                 # A resident mover's memory is its worker's, whose word on it would cost other users.
                 if not mover.resident:

@@ -96,7 +96,6 @@ class PullState:
     waits_for_chunk_since: float | None = None
     failure: PullFailure | None = None
     in_doubt: bool = False  # a read failed in a way that does not prove it is over
-    num_awaiting_disconnect_reply: int = 0  # reads whose connection was lost, and may be over
     started: bool = False
     are_writes_flushed: bool = False  # the GPU can see what was read into its memory
     reported: bool = False
@@ -233,9 +232,7 @@ class PullState:
         return PullOutcome(
             delivered=failure is None,
             started=self.started,
-            finished=not (
-                self.inflight or self.covering or self.in_doubt or self.num_awaiting_disconnect_reply
-            ),
+            finished=not (self.inflight or self.covering or self.in_doubt),
             quiesced_follows=not self.in_doubt,
             code=failure.code if failure else None,
             message=failure.message if failure else "",

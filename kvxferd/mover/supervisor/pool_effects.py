@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvxferd.errors import MoverError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.ucx_log import TransportsUsed
-from kvxferd.wire.common import Message
 from kvxferd.wire.mover import FromMover
 
 
@@ -53,14 +51,6 @@ class RefuseRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SendMessage:
-    """Send a message to a mover."""
-
-    mover: MoverId
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
 class KillProcess:
     """Kill the mover's process, also where it is stopped. `MoverExited` follows. `reason`: "" if wanted."""
 
@@ -81,14 +71,6 @@ class ReportMessage:
 
     mover: MoverId
     message: FromMover
-
-
-@dataclass(frozen=True, slots=True)
-class ReportTransports:
-    """Report to the core by which transports an assigned mover has connected."""
-
-    mover: MoverId
-    used: TransportsUsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +105,9 @@ PoolEffect = (
     | RequestFork
     | AssignMover
     | RefuseRequest
-    | SendMessage
     | KillProcess
     | DiscardMover
     | ReportMessage
-    | ReportTransports
     | ReportExit
     | ReportForkserverDeath
     | ReportEarlyDeath

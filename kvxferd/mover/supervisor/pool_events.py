@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from kvxferd.ids import MoverId
 from kvxferd.mover.forkserver_protocol import Forked, ForkFailed, LibraryLoaded, LibraryUnavailable
-from kvxferd.ucx_log import UcxLine
 from kvxferd.wire.mover import FromMover
 
 
@@ -80,18 +79,6 @@ class MoverExited:
 
 
 @dataclass(frozen=True, slots=True)
-class UcxLineRead:
-    """UCX logged a line in one of the forkserver's processes."""
-
-    line: UcxLine
-
-
-@dataclass(frozen=True, slots=True)
-class UcxLinesLost:
-    """Lines of UCX's log may be lost, and they may be of any mover."""
-
-
-@dataclass(frozen=True, slots=True)
 class ResidentOffered:
     """A worker has brought a resident mover. `AssignMover` or `RefuseRequest` follows, of that number."""
 
@@ -119,8 +106,6 @@ PoolEvent = (
     | MoverReported
     | MoverStreamClosed
     | MoverExited
-    | UcxLineRead
-    | UcxLinesLost
     | TimersDue
 )
 ResidentEvent = ResidentOffered | MoverReported | MoverExited | StopRequested | TimersDue

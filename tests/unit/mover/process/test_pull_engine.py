@@ -155,6 +155,21 @@ def test_what_is_still_under_way_after_a_failure_is_told_later(bench: Bench) -> 
     assert not bench.engine.is_busy
 
 
+def test_a_doubt_without_proof_outlasts_the_other_reads(bench: Bench) -> None:
+    bench.fabric.stalled.add(bench.agents[0])
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=False, lost=True)
+    number = bench.start(scattered(8))
+    bench.run()
+    bench.now += pull_engine.FAILED_PULL_WAIT_S
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.finished, outcome.quiesced_follows) == (False, False)
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert bench.quiet() == []
+    assert not bench.engine.is_busy
+
+
 @pytest.mark.parametrize("agent", [0, 1])
 def test_an_agent_is_not_dropped_under_a_read(bench: Bench, agent: int) -> None:
     bench.fabric.stalled.add(bench.agents[agent])
