@@ -148,13 +148,6 @@ def scatter_pieces(
             yield partial(_copy, few, chunk[begin : begin + len(few.remote) * size], target)
 
 
-def scatter(fill: ChunkFill, chunk: Bytes, regions: Mapping[RegionId, Bytes]) -> Iterator[None]:
-    """Copy a chunk into the blocks, and yield after each piece. Nothing is copied between two steps."""
-    for piece in scatter_pieces(fill, chunk, regions):
-        piece()
-        yield
-
-
 def _copy(stretches: Stretches, image: Bytes, target: Bytes) -> None:
     """Copy stretches whose images follow one another. Raises IndexError rather than leave the target."""
     form = stretches.form

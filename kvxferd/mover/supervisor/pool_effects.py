@@ -1,4 +1,4 @@
-"""The effects of the pools' decisions. The shells carry them out in order, and decide nothing."""
+"""The effects of the pool's decisions. The shell carries them out in order, and decides nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class KillProcess:
 
 @dataclass(frozen=True, slots=True)
 class DiscardMover:
-    """Close the daemon's end of a mover that has no process, or of a resident one. No event follows."""
+    """Close the daemon's end of a mover that has no process. No event follows."""
 
     mover: MoverId
 
@@ -113,4 +113,3 @@ PoolEffect = (
     | ReportEarlyDeath
     | ReportStopped
 )
-ResidentEffect = AssignMover | RefuseRequest | DiscardMover | ReportMessage | ReportExit

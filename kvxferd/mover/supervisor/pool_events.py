@@ -1,4 +1,4 @@
-"""What happens to the pools of movers. The shells make the events and feed them to the decisions.
+"""What happens to the pool of movers. The shell makes the events and feeds them to the decisions.
 
 The forkserver's messages are events as they are.
 """
@@ -73,17 +73,9 @@ class MoverStreamClosed:
 
 @dataclass(frozen=True, slots=True)
 class MoverExited:
-    """A mover's process, or a resident mover's agent, is gone. Its last message was reported before."""
+    """A mover's process is gone. Its last message was reported before."""
 
     mover: MoverId
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentOffered:
-    """A worker has brought a resident mover. `AssignMover` or `RefuseRequest` follows, of that number."""
-
-    mover: MoverId
-    worker_pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,4 +100,3 @@ PoolEvent = (
     | MoverExited
     | TimersDue
 )
-ResidentEvent = ResidentOffered | MoverReported | MoverExited | StopRequested | TimersDue
