@@ -15,10 +15,10 @@ from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, R
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device_pool import DevicePool
-from kvxferd.mover.process.chunks import ChunkPool, ChunkState
-from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.process.pull_engine import PullEngine
-from kvxferd.mover.process.scatterer import Scatterer, ScatterJob
+from kvxferd.mover.chunks.chunk_pool import ChunkPool, ChunkState
+from kvxferd.mover.chunks.device_scatter import DeviceScatterer
+from kvxferd.mover.chunks.scatterer import Scatterer, ScatterJob
+from kvxferd.mover.reads.pull_engine import PullEngine
 from kvxferd.mover.transport.base import MemoryRange
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import MAX_RUNS, encode_plan, make_plan

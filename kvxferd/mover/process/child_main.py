@@ -16,12 +16,12 @@ from kvxferd.errors import KvxferdError
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import AgentName
 from kvxferd.mover.backends import Backend
-from kvxferd.mover.process.backoff import PollBackoff
-from kvxferd.mover.process.linux_process import (
+from kvxferd.mover.linux_process import (
     close_all_but,
     exit_when,
     prepare_thread,
 )
+from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary
 from kvxferd.mover.transport.ucx_lines import UcxLines

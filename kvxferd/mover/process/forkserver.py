@@ -28,8 +28,8 @@ from kvxferd.mover.forkserver_protocol import (
     LibraryLoaded,
     LibraryUnavailable,
 )
+from kvxferd.mover.linux_process import prepare_thread
 from kvxferd.mover.process import child_main
-from kvxferd.mover.process.linux_process import prepare_thread
 from kvxferd.mover.process.log_formatter import OneLineFormatter
 from kvxferd.mover.shm import make_shm_directory, remove_left_files, remove_shm_directory
 from kvxferd.mover.transport.nixl import TransferLibrary, import_library

@@ -18,11 +18,11 @@ from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.fd_wait import PreciseWait
 from kvxferd.frame_socket import FrameSocket, close_fds, dup_fds
 from kvxferd.ids import PullId, Ticket
+from kvxferd.mover.chunks.chunk_pool import ChunkPool
+from kvxferd.mover.chunks.scatterer import ThreadScatterer
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.binding import Bindings
-from kvxferd.mover.process.chunks import ChunkPool
-from kvxferd.mover.process.pull_engine import PullEngine
-from kvxferd.mover.process.scatterer import ThreadScatterer
+from kvxferd.mover.reads.pull_engine import PullEngine
 from kvxferd.mover.transport.base import Transport
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.mover.transport.ucx_lines import UcxLines

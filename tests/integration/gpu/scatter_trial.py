@@ -19,8 +19,8 @@ from kvxferd.doctor.gpu_placements import TrialDevice
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.memory.driver_registry import open_driver
-from kvxferd.mover.process.covering import ChunkFill, PlacedStretches, scatter_pieces
-from kvxferd.mover.process.device_scatter import DeviceScatterer
+from kvxferd.mover.chunks.covering import ChunkFill, PlacedStretches, scatter_pieces
+from kvxferd.mover.chunks.device_scatter import DeviceScatterer
 from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.plan.covering import Stretches
 from kvxferd.plan.stretches import Copies, StretchForm

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvxferd.errors import PlanError
 from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import GroupKind, RankLayout
-from kvxferd.mover.process.covering import CoverSlicer, scatter_pieces
+from kvxferd.mover.chunks.covering import CoverSlicer, scatter_pieces
 from kvxferd.plan import Expander, Runs, check_request, make_plan
 from kvxferd.plan.covering import CoveredRank, CoverExpander
 from kvxferd.plan.stretches import StretchForm

@@ -10,10 +10,10 @@ import msgspec
 
 from kvxferd.errors import Code
 from kvxferd.ids import PullId, SessionId, Ticket
-from kvxferd.mover.process.chunks import ChunkPool, ChunkState
+from kvxferd.mover.chunks.chunk_pool import ChunkPool, ChunkState
+from kvxferd.mover.chunks.scatterer import InlineScatterer
 from kvxferd.mover.process.loop import IDLE_CHECK_S
-from kvxferd.mover.process.pull_engine import PullEngine
-from kvxferd.mover.process.scatterer import InlineScatterer
+from kvxferd.mover.reads.pull_engine import PullEngine
 from kvxferd.mover.transport.base import MemoryRange
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import MAX_RUNS

@@ -28,16 +28,16 @@ import msgspec
 
 from kvxferd.errors import Code, DeviceError, KvxferdError
 from kvxferd.ids import AgentName, Digest, PullId, Rank, RegionId
-from kvxferd.mover.process.chunks import ChunkPool
-from kvxferd.mover.process.covering import CoverSlicer
-from kvxferd.mover.process.covering_reads import CoveringReads, as_transport_error
-from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.process.pull_state import InflightRead, LoadedPlan, PullFailure, PullState
-from kvxferd.mover.process.region_map import RegionMap, is_plain
-from kvxferd.mover.process.remote_agents import RemoteAgents
-from kvxferd.mover.process.scatterer import InlineScatterer, Scatterer
-from kvxferd.mover.process.slices import SliceBudget
-from kvxferd.mover.process.warmup import ConnectionWarmup
+from kvxferd.mover.chunks.chunk_pool import ChunkPool
+from kvxferd.mover.chunks.covering import CoverSlicer
+from kvxferd.mover.chunks.device_scatter import DeviceScatterer
+from kvxferd.mover.chunks.scatterer import InlineScatterer, Scatterer
+from kvxferd.mover.chunks.slices import SliceBudget
+from kvxferd.mover.reads.covering_reads import CoveringReads, as_transport_error
+from kvxferd.mover.reads.pull_state import InflightRead, LoadedPlan, PullFailure, PullState
+from kvxferd.mover.reads.region_map import RegionMap, is_plain
+from kvxferd.mover.reads.remote_agents import RemoteAgents
+from kvxferd.mover.reads.warmup import ConnectionWarmup
 from kvxferd.mover.transport.base import HOST, ReadKinds, Transport, TransportError
 from kvxferd.mover.transport.buffers import WordSlots
 from kvxferd.mover.transport.runs import single_run

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.process.remote_agents import RemoteAgents
+from kvxferd.mover.reads.remote_agents import RemoteAgents
 from kvxferd.mover.transport.base import ReadHandle, Transport, TransportError
 from kvxferd.mover.transport.buffers import WordSlots
 from kvxferd.mover.transport.runs import single_run

@@ -10,9 +10,9 @@ import pytest
 from kvxferd.errors import Code, DeviceError
 from kvxferd.ids import Digest, PullId, Rank, RegionId
 from kvxferd.layout import PackedBlocks
-from kvxferd.mover.process import pull_engine
-from kvxferd.mover.process.pull_state import PullState
-from kvxferd.mover.process.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBudget, Slicer
+from kvxferd.mover.chunks.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBudget, Slicer
+from kvxferd.mover.reads import pull_engine
+from kvxferd.mover.reads.pull_state import PullState
 from kvxferd.mover.transport.base import TransportError
 from kvxferd.plan import Runs
 from kvxferd.wire.common import RegionAddress

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.process.remote_agents import RemoteAgents
-from kvxferd.mover.process.warmup import WARMUP_TIMEOUT_S, ConnectionWarmup
+from kvxferd.mover.reads.remote_agents import RemoteAgents
+from kvxferd.mover.reads.warmup import WARMUP_TIMEOUT_S, ConnectionWarmup
 from kvxferd.mover.transport.base import MemoryRange, TransportError
 from kvxferd.mover.transport.buffers import WordSlots
 from tests.support.memory_transport import Fabric, MemoryTransport

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvxferd.errors import Code, DeviceError
 from kvxferd.ids import RegionId
 from kvxferd.memory.driver import PAIRS_PER_LAUNCH, Rows
-from kvxferd.mover.process.chunks import IDLE_S, ChunkState
-from kvxferd.mover.process.covering import ChunkFill, PlacedStretches, scatter_pieces
-from kvxferd.mover.process.device_scatter import LAUNCHES_PER_STEP, row_copies
+from kvxferd.mover.chunks.chunk_pool import IDLE_S, ChunkState
+from kvxferd.mover.chunks.covering import ChunkFill, PlacedStretches, scatter_pieces
+from kvxferd.mover.chunks.device_scatter import LAUNCHES_PER_STEP, row_copies
 from kvxferd.mover.transport.base import MemoryRange
 from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.plan.copy_patterns import form_patterns

@@ -16,14 +16,14 @@ import numpy as np
 
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, RegionId
-from kvxferd.mover.process.chunks import Chunk, ChunkPool, ChunkState, HostChunk
-from kvxferd.mover.process.covering import Bytes, CoverSlicer, scatter_pieces
-from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.process.pull_state import CoveringRead, PullFailure, PullState, Unposted
-from kvxferd.mover.process.region_map import split_by_memory
-from kvxferd.mover.process.remote_agents import RemoteAgents
-from kvxferd.mover.process.scatterer import Scatterer, ScatterJob
-from kvxferd.mover.process.slices import SliceBudget
+from kvxferd.mover.chunks.chunk_pool import Chunk, ChunkPool, ChunkState, HostChunk
+from kvxferd.mover.chunks.covering import Bytes, CoverSlicer, scatter_pieces
+from kvxferd.mover.chunks.device_scatter import DeviceScatterer
+from kvxferd.mover.chunks.scatterer import Scatterer, ScatterJob
+from kvxferd.mover.chunks.slices import SliceBudget
+from kvxferd.mover.reads.pull_state import CoveringRead, PullFailure, PullState, Unposted
+from kvxferd.mover.reads.region_map import split_by_memory
+from kvxferd.mover.reads.remote_agents import RemoteAgents
 from kvxferd.mover.transport.base import HOST, MemoryKind, Transport, TransportError
 from kvxferd.plan.read_costs import CostModel, ReadShape
 from kvxferd.plan.stretches import StretchForm

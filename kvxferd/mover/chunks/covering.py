@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxferd.ids import RegionId
-from kvxferd.mover.process.slices import DESCRIPTOR_COST_BYTES, MAX_DESCRIPTORS
+from kvxferd.mover.chunks.slices import DESCRIPTOR_COST_BYTES, MAX_DESCRIPTORS
 from kvxferd.plan import Runs
 from kvxferd.plan.covering import Stretches
 from kvxferd.plan.run_shapes import Int64s

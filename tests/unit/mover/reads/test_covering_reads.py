@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from kvxferd.errors import Code
-from kvxferd.mover.process import covering_reads
-from kvxferd.mover.process.chunks import IDLE_S, SLOW_S, STUCK_S, ChunkState
-from kvxferd.mover.process.scatterer import InlineScatterer, ScatterJob, ThreadScatterer
-from kvxferd.mover.process.slices import SHORT_BYTES
+from kvxferd.mover.chunks.chunk_pool import IDLE_S, SLOW_S, STUCK_S, ChunkState
+from kvxferd.mover.chunks.scatterer import InlineScatterer, ScatterJob, ThreadScatterer
+from kvxferd.mover.chunks.slices import SHORT_BYTES
+from kvxferd.mover.reads import covering_reads
 from kvxferd.mover.transport.base import TransportError
 from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest
 from tests.support.pull_engine_harness import (

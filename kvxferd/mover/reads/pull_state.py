@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, PullId, Rank, RegionId
-from kvxferd.mover.process.chunks import Chunk
-from kvxferd.mover.process.covering import ChunkFill, CoverSlicer
-from kvxferd.mover.process.region_map import RegionMap, split_by_memory
-from kvxferd.mover.process.scatterer import ScatterJob
-from kvxferd.mover.process.slices import SHORT_BYTES, Slicer
+from kvxferd.mover.chunks.chunk_pool import Chunk
+from kvxferd.mover.chunks.covering import ChunkFill, CoverSlicer
+from kvxferd.mover.chunks.scatterer import ScatterJob
+from kvxferd.mover.chunks.slices import SHORT_BYTES, Slicer
+from kvxferd.mover.reads.region_map import RegionMap, split_by_memory
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds
 from kvxferd.plan import Expander, Runs
 from kvxferd.plan.covering import CoveredRank, CoverExpander
