@@ -105,8 +105,9 @@ class SimTransport:
 
     def __init__(self, fabric: Fabric, agent: AgentName, *, is_resident: bool = False) -> None:
         self._fabric = fabric
-        self._is_resident = is_resident
         self._kernel = fabric.kernel
+        # A resident mover has no log of its own, and another's may not be understood.
+        self._has_log = not is_resident and fabric.kernel.rng.random() < 0.5
         self._agent = agent
         self.process: Process = fabric.kernel.current.process
         self._spans: dict[int, int] = {}  # registered memory of this process: address, size
@@ -285,8 +286,8 @@ class SimTransport:
 
     @property
     def _proves_over(self) -> bool:
-        """Whether a lost connection is seen to end its reads: a resident mover has no log of its own."""
-        return self._fabric.proves_over and not self._is_resident
+        """Whether a lost connection is seen to end its reads."""
+        return self._fabric.proves_over and self._has_log
 
     def _gone(self) -> None:
         self._is_closed = True
