@@ -38,7 +38,7 @@ def scatters(num_chunks: int) -> float:
     """Scatter chunks of two heads into blocks that lie anywhere, some at once, and return GB/s."""
     from kvxferd.doctor.gpu_placements import TrialDevice
     from kvxferd.memory.driver_registry import open_driver
-    from kvxferd.mover.process.device_scatter import DeviceScatterer
+    from kvxferd.mover.chunks.device_scatter import DeviceScatterer
     from kvxferd.wire.common import RegionAddress
     from kvxferd.wire.limits import CHUNK_BYTES
     from tests.integration.gpu.scatter_trial import REGION, fill_of

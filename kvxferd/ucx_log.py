@@ -2,13 +2,13 @@
 
 UCX has no function that returns the transports of a read. But each time that a process connects in a new way,
 it logs one line at level INFO: whether to itself, to a process of the same machine or to another machine, and
-over which transports. The movers log to standard error, where the daemon reads the lines.
+over which transports. It logs to standard output, where each mover reads its own lines.
 """
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 # [1700000000.123456] [host:4711 :0] ucp_worker.c:1997 UCX  INFO  NAME intra-node cfg#1 am(tcp/lo cma/memory)
 _LINE = re.compile(
@@ -19,8 +19,12 @@ CONNECTED_MARK = "cfg#"  # in every line about a connection, also where the rest
 _GROUP = re.compile(r"(?P<use>\w+)\((?P<transports>[^)]*)\)")
 # Reads of data use the best transport of the groups; these groups only connect and watch.
 _NOT_DATA = frozenset({"ka", "cm"})
-ITSELF, NODE, NETWORK = REACHES = ("itself", "node", "network")
-_REACH = {"self": ITSELF, "intra-node": NODE, "inter-node": NETWORK}
+Reach: TypeAlias = Literal["itself", "node", "network"]
+ITSELF: Final = "itself"
+NODE: Final = "node"
+NETWORK: Final = "network"
+REACHES: tuple[Reach, ...] = (ITSELF, NODE, NETWORK)
+_REACH: dict[str, Reach] = {"self": ITSELF, "intra-node": NODE, "inter-node": NETWORK}
 
 _SLOW = "tcp"
 # With these the bytes of a read are copied at most once, from process to process.
@@ -40,7 +44,7 @@ class UcxLine(NamedTuple):
 class TransportsUsed(NamedTuple):
     """The transports of one kind of connection of a process."""
 
-    reach: str  # "itself", "node" (another process of this machine) or "network"
+    reach: Reach  # node: another process of this machine
     transports: tuple[str, ...]  # "cma/memory", "rc_mlx5/mlx5_0:1", ...; in UCX's order
     is_fully_parsed: bool = True  # False: a part of the line could not be parsed
 

@@ -18,7 +18,6 @@ from kvxferd.core.events import (
     MoverDied,
     MoverMessage,
     MoverUnavailable,
-    TransportsSeen,
 )
 from kvxferd.core.node import Node
 from kvxferd.core.ranks.movers import MoverState
@@ -72,7 +71,6 @@ class MoverAssignment:
             size=config.pool_size,
             on_message=self._on_message,
             on_exit=self._on_exit,
-            on_transports=lambda mover, lanes: on_event(TransportsSeen(mover, lanes)),
             lock_fd=lock_fd,
             environment=config.environment,
             library=config.library,

@@ -23,7 +23,6 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import RankLayout
 from kvxferd.plan import PlanJob, PlannedReads
-from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
 from kvxferd.wire.peer import PeerMessage
@@ -98,14 +97,6 @@ class MoverMessage:
 
     mover: MoverId
     message: FromMover
-
-
-@dataclass(frozen=True, slots=True)
-class TransportsSeen:
-    """A mover connected over transports that it had not used: to itself, on its node or over the network."""
-
-    mover: MoverId
-    lanes: TransportsUsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +250,6 @@ Event = (
     | MoverAssigned
     | MoverUnavailable
     | MoverMessage
-    | TransportsSeen
     | MoverDied
     | PidfdNotSent
     | PeerReply

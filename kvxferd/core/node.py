@@ -50,6 +50,7 @@ from kvxferd.core.worker_requests import WorkerRequests
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionId
 from kvxferd.records import EngineSnapshot, LimitSnapshot, NodeSnapshot
+from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire import mover as mover_wire
 from kvxferd.wire import peer as peer_wire
 from kvxferd.wire import worker as worker_wire
@@ -255,9 +256,6 @@ class Node:
                     self.local_ranks.mover_unavailable(session, event.refusal)
             case events.MoverMessage():
                 self._handle_mover_message(event)
-            case events.TransportsSeen():
-                if (seen := self.movers.get(event.mover)) and (rank := self._rank_of(seen)):
-                    record_transports(self.context, rank, event.lanes)
             case events.MoverDied():
                 self._mover_died(event)
             case events.PlanMade():
@@ -445,14 +443,11 @@ class Node:
                 self.pulls.record_progress(mover.mover_id, message)
             case mover_wire.PullQuiesced():
                 self.pulls.mover_quiesced(message.pull, mover.mover_id)
-            case mover_wire.DisconnectSeen():
-                # A resident mover has no log that the daemon reads. A child's message is handled before it
-                # comes here.
-                self.context.emit(
-                    SendToMover(
-                        mover.mover_id, mover_wire.DisconnectJudged(number=message.number, over=False)
-                    )
-                )
+            case mover_wire.TransportsSeen():
+                # A resident mover's log is its worker's: it sends none.
+                if rank is not None and not mover.resident:
+                    used = TransportsUsed(message.reach, message.transports, message.is_fully_parsed)
+                    record_transports(self.context, rank, used)
             case mover_wire.ChunkMemoryRequest():
                 # A resident mover's memory is its worker's, whose word on it would cost other users.
                 if not mover.resident:

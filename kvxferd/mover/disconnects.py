@@ -1,13 +1,12 @@
-"""What a lost connection proves of the reads in flight on it: the table by which the daemon decides.
+"""What a lost connection proves of the reads in flight on it: the table by which a mover decides.
 
 The table is keyed by backend and transport. A backend that is not in it proves nothing: each lost connection
 costs a mover and the quarantine of its blocks, and never wrong bytes.
 
 UCX reports a disconnect from an endpoint that it has closed by force. On some transports nothing lands
 after that. On a network card it proves nothing: there are two rails, writes may pass one another, a
-request's timeout is reported alike, and newer versions fail over between lanes. So a mover asks its daemon,
-which reads in the mover's log by which transports it has connected. A read that may go on keeps its pull in
-doubt until the mover is dead.
+request's timeout is reported alike, and newer versions fail over between lanes. So a mover reads in UCX's log
+by which transports it has connected. A read that may go on keeps its pull in doubt until the mover is dead.
 """
 
 from __future__ import annotations

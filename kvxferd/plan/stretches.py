@@ -20,7 +20,7 @@ import numpy as np
 
 from kvxferd.plan.run_shapes import Int64s, OffsetRuns, distinct
 
-# A gap of so many bytes takes as long as a descriptor (`kvxferd.mover.process.slices`).
+# A gap of so many bytes takes as long as a descriptor (`kvxferd.mover.chunks.slices`).
 MAX_GAP_BYTES = 16 << 10
 # A stretch is read into one chunk, of which it is to take a small part.
 MAX_STRETCH_BYTES = 256 << 10

@@ -14,8 +14,8 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.fd_wait import wait_writable
 from kvxferd.frame_socket import FrameSocket, close_fds
 from kvxferd.ids import AgentName
+from kvxferd.mover.linux_process import prepare_thread
 from kvxferd.mover.process.backoff import YieldingBackoff
-from kvxferd.mover.process.linux_process import prepare_thread
 from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.mover.transport.base import Transport
 from kvxferd.wire.codec import encode

@@ -11,7 +11,7 @@ death of a child means: nothing that it posted writes any more.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -169,13 +169,6 @@ class ReportPull(Message, frozen=True):
     pull: PullId
 
 
-class DisconnectJudged(Message, frozen=True):
-    """The reply to `DisconnectSeen`: `over` means that no read over that connection writes any more."""
-
-    number: int
-    over: bool
-
-
 class ChunkMemoryGranted(Message, frozen=True):
     """The mover may hold so many chunks for covering reads, in all. Where it holds more, it gives them back.
 
@@ -272,6 +265,7 @@ class PullDone(Message, frozen=True):
 
 # A pull waits for all of an engine's ranks at most; the first few are named.
 MAX_AWAITED = 8
+MAX_TRANSPORTS = 64  # of one connection: UCX has 16 lanes at most
 
 
 class PullProgress(Message, frozen=True):
@@ -288,10 +282,12 @@ class PullQuiesced(Message, frozen=True):
     pull: PullId
 
 
-class DisconnectSeen(Message, frozen=True):
-    """A connection was lost during a read. Whether that read is over depends on the transports."""
+class TransportsSeen(Message, frozen=True):
+    """A child mover connected by transports that it had not used, as UCX's log names them. It is bound."""
 
-    number: int
+    reach: Literal["itself", "node", "network"]
+    transports: Annotated[tuple[Annotated[str, NAME], ...], msgspec.Meta(max_length=MAX_TRANSPORTS)]
+    is_fully_parsed: bool
 
 
 class ChunkMemoryRequest(Message, frozen=True):
@@ -329,7 +325,6 @@ ToMover = (
     | StartPull
     | AbortPull
     | ReportPull
-    | DisconnectJudged
     | ChunkMemoryGranted
     | BlockIds
 )
@@ -344,7 +339,7 @@ FromMover = (
     | PullDone
     | PullProgress
     | PullQuiesced
-    | DisconnectSeen
+    | TransportsSeen
     | ChunkMemoryRequest
     | MoverWorn
     | MoverLeaving

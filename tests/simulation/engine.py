@@ -472,9 +472,8 @@ class Worker:
         layout, regions, fabric = self.shape.layout, store.regions, self.world.fabric
         if isinstance(regions, list):
             return connected.register(spec, layout, regions, timeout_s=10.0)
-        return resident.register(
-            connected, spec, layout, regions, 10.0, lambda agent: SimTransport(fabric, agent)
-        )
+        make_transport = partial(SimTransport, fabric, is_resident=True)
+        return resident.register(connected, spec, layout, regions, 10.0, make_transport)
 
     # --- as a source
 

@@ -103,9 +103,11 @@ class Fabric:
 class SimTransport:
     """One agent; see `kvxferd.mover.transport.base.Transport` for the promises."""
 
-    def __init__(self, fabric: Fabric, agent: AgentName) -> None:
+    def __init__(self, fabric: Fabric, agent: AgentName, *, is_resident: bool = False) -> None:
         self._fabric = fabric
         self._kernel = fabric.kernel
+        # A resident mover has no log of its own, and another's may not be understood.
+        self._has_log = not is_resident and fabric.kernel.rng.random() < 0.5
         self._agent = agent
         self.process: Process = fabric.kernel.current.process
         self._spans: dict[int, int] = {}  # registered memory of this process: address, size
@@ -263,7 +265,7 @@ class SimTransport:
         """Break the connection to an agent; return whether a read was in flight."""
         reads = [read for read in self.reads if read.agent == agent and read.is_open]
         for read in reads:
-            self._fail(read, settled=False, lost=True)
+            self._fail(read, settled=self._proves_over, lost=True)
         if reads:
             self._lost.add(agent)
         return bool(reads)
@@ -281,6 +283,11 @@ class SimTransport:
         return list(dict.fromkeys(read.agent for read in self.reads if read.is_open))
 
     # --- inside
+
+    @property
+    def _proves_over(self) -> bool:
+        """Whether a lost connection is seen to end its reads."""
+        return self._fabric.proves_over and self._has_log
 
     def _gone(self) -> None:
         self._is_closed = True
@@ -308,7 +315,7 @@ class SimTransport:
         if source is None:
             if read.error is None:
                 self._lost.add(read.agent)
-                self._fail(read, settled=False, lost=True)
+                self._fail(read, settled=self._proves_over, lost=True)
             return
         if self._fabric.kind == "tcp" and not is_served and read.error is None:
             source._waiting.append((self, read, index))
@@ -337,7 +344,7 @@ class SimTransport:
         text = f"cannot read from agent {read.agent}: simulated failure"
         read.error = TransportError(text, settled=settled, lost=lost)
         self._has_news(FAILURE_SEEN_S)
-        if not (lost and self._fabric.proves_over) and not settled:
+        if not settled and not (lost and self._fabric.proves_over):
             rng = self._kernel.rng
             read.late = {
                 index for index in range(len(read.pieces)) if index not in read.landed and rng.random() < 0.5

@@ -27,7 +27,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any, Protocol
 
 from kvxferd import fd_wait
-from kvxferd.mover.process import scatterer
+from kvxferd.mover.chunks import scatterer
 from tests.simulation.kernel import Kernel, Process, SimulationError, Task
 
 _SO_PEERPIDFD = 77

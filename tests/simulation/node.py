@@ -182,8 +182,11 @@ class _Forkserver(forkserver.Forkserver):
         mover = self._nodes.start_mover(socket_fd, request.agent, self._locks)
         os.close(socket_fd)
         pidfd = os.pidfd_open(mover.pid)
-        self._pidfds[pidfd] = mover.pid
+        self._pidfds[pidfd], self._outputs[pidfd] = mover.pid, -1
         self._send(Forked(mover=request.mover, pid=mover.pid), (os.dup(pidfd),))
+
+    def _copy_rest(self, output: int) -> None:
+        """There is none: nobody logs."""
 
 
 class SimDaemon(Daemon):

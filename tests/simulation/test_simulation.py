@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxferd.mover.process.pull_engine import PullEngine
+from kvxferd.mover.reads.pull_engine import PullEngine
 from tests.simulation import runs
 from tests.simulation.checks import Check
 from tests.simulation.episode import Plan

@@ -75,7 +75,7 @@ LOW_NUMBERS = {
     "control.peer_inbox MAX_CACHED_BYTES": 1,
     "control.peer_inbox MAX_INLINE_BYTES": 64,
     "client.publishes MAX_USED_IDS": 2,
-    "mover.process.pull_engine MAX_INFLIGHT": 2,
+    "mover.reads.pull_engine MAX_INFLIGHT": 2,
     "plan.topology MAX_REMOTE_ENGINES": 1,
 }
 

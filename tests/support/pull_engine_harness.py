@@ -15,12 +15,11 @@ from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, R
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device_pool import DevicePool
-from kvxferd.mover.process.chunks import ChunkPool, ChunkState
-from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.process.pull_engine import PullEngine
-from kvxferd.mover.process.scatterer import Scatterer, ScatterJob
+from kvxferd.mover.chunks.chunk_pool import ChunkPool, ChunkState
+from kvxferd.mover.chunks.device_scatter import DeviceScatterer
+from kvxferd.mover.chunks.scatterer import Scatterer, ScatterJob
+from kvxferd.mover.reads.pull_engine import PullEngine
 from kvxferd.mover.transport.base import MemoryRange
-from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import MAX_RUNS, encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
@@ -124,7 +123,6 @@ class Bench:
         ours = layout(spec("D", 1, 0), layout_here or ("NHD" if chunk_bytes else "HND"))
         size = ours.regions[0].size_bytes
         self.local = Memory(transport, size) if driver is None else FakeDeviceMemory(transport, driver, size)
-        self.disconnects = DisconnectRequests()
         self.staged = StagedTransport(transport, lambda: self.now)
         self.chunks = ChunkPool(self.staged, chunk_bytes, max_chunks)
         self.engine = PullEngine(
@@ -132,7 +130,6 @@ class Bench:
             self.chunks,
             clock=lambda: self.now,
             max_runs=max_runs,
-            disconnects=self.disconnects,
             scatterer=scatterer,
         )
         span = self.local.span

@@ -1,5 +1,5 @@
-"""The mover itself: the forkserver that forks it, its loop, the memory that it binds, and its pull engine.
+"""The mover's process: the forkserver that forks it, its loop, and the memory that it binds.
 
-Runs in the forkserver, in each child mover, and in a resident mover's thread. It may import `transport` and
-the modules beside the rooms, and nothing of `supervisor`.
+Runs in the forkserver, in each child mover, and in a resident mover's thread. Begin with `loop`. It may
+import `reads` and the rooms below, and nothing of `supervisor`.
 """

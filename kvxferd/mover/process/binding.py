@@ -18,7 +18,7 @@ from kvxferd.memory.driver import Driver, WriteOrder
 from kvxferd.memory.driver_registry import open_driver
 from kvxferd.memory.prefault import prefault
 from kvxferd.memory.validate import check_exports
-from kvxferd.mover.process.device_scatter import DeviceScatterer
+from kvxferd.mover.chunks.device_scatter import DeviceScatterer
 from kvxferd.mover.transport.base import MemoryRange, TransportError
 from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.mover.transport.probe import ProbeOutcome, placement_of, probe_span

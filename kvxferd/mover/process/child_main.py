@@ -16,14 +16,15 @@ from kvxferd.errors import KvxferdError
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import AgentName
 from kvxferd.mover.backends import Backend
-from kvxferd.mover.process.backoff import PollBackoff
-from kvxferd.mover.process.linux_process import (
+from kvxferd.mover.linux_process import (
     close_all_but,
     exit_when,
     prepare_thread,
 )
+from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary
+from kvxferd.mover.transport.ucx_lines import UcxLines
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,23 +56,32 @@ class ForkContext(NamedTuple):
     backend: Backend
 
 
-def run(socket_fd: int, agent: AgentName, library: TransferLibrary, context: ForkContext) -> NoReturn:
+def run(
+    socket_fd: int,
+    output: tuple[int, int],
+    agent: AgentName,
+    library: TransferLibrary,
+    context: ForkContext,
+) -> NoReturn:
     """Serve as a mover on the socket until the daemon, the forkserver or the worker is gone.
 
-    Ends the process; never returns.
+    `output`: what `open_output` returned. Ends the process; never returns.
     """
     status = 1
     try:
         die_with_parent(context.forkserver_pid)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         prepare_thread("kvxferd-mover")
-        close_all_but((0, 1, 2, socket_fd, *context.keep_fds))
+        writing, reading = output
+        os.dup2(writing, 1)
+        close_all_but((0, 1, 2, socket_fd, reading, *context.keep_fds))
         # No events: poll reports a hang-up always, and nothing else ends the mover.
         exit_when(socket_fd, 0, "lifeline")
         stream = FrameSocket(socket.socket(fileno=socket_fd))
-        transport = NixlTransport(library, agent, context.backend)
+        ucx_lines = UcxLines(reading, context.backend)
+        transport = NixlTransport(library, agent, context.backend, ucx_lines)
         backoff = PollBackoff(lambda: context.mover_count.is_oversubscribed)
-        MoverLoop(stream, transport, backoff, _exit_with_worker).serve()
+        MoverLoop(stream, transport, backoff, _exit_with_worker, ucx_lines=ucx_lines).serve()
         status = 0
     except KvxferdError as error:
         _LOG.error("mover ended: agent=%s reason=%s", agent, error.message)

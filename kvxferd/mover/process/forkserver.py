@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 
 from kvxferd.errors import Code, MoverError, ProtocolError
 from kvxferd.fd_wait import wait_readable, wait_writable
@@ -27,11 +28,12 @@ from kvxferd.mover.forkserver_protocol import (
     LibraryLoaded,
     LibraryUnavailable,
 )
+from kvxferd.mover.linux_process import prepare_thread
 from kvxferd.mover.process import child_main
-from kvxferd.mover.process.linux_process import prepare_thread
 from kvxferd.mover.process.log_formatter import OneLineFormatter
 from kvxferd.mover.shm import make_shm_directory, remove_left_files, remove_shm_directory
 from kvxferd.mover.transport.nixl import TransferLibrary, import_library
+from kvxferd.mover.transport.ucx_lines import copy_output, open_output
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.framing import Frame
@@ -51,6 +53,7 @@ class Forkserver:
         self._backend = backend
         self._fork_context = child_main.ForkContext(os.getpid(), self._mover_count, keep_fds, self._backend)
         self._pidfds: dict[int, int] = {}  # pidfd: pid
+        self._outputs: dict[int, int] = {}  # pidfd: what reads that process's standard output
 
     def serve(self) -> None:
         """Run until the daemon is gone."""
@@ -90,31 +93,43 @@ class Forkserver:
         if socket_fd == LOST_FD:
             self._send(ForkFailed(mover=request.mover, reason="no descriptor is left for its socket"))
             return
-        try:
-            pid = os.fork()
-        except OSError as error:
-            os.close(socket_fd)
-            self._send(ForkFailed(mover=request.mover, reason=str(error)))
-            return
-        if pid == 0:
-            child_main.run(socket_fd, request.agent, library, self._fork_context)
-        os.close(socket_fd)
-        try:
-            pidfd, copy = _open_pidfds(pid)
-        except OSError as error:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            self._send(ForkFailed(mover=request.mover, reason=f"its pidfd cannot be opened: {error}"))
-            return
+        with ExitStack() as closing, ExitStack() as undoing:
+            closing.callback(os.close, socket_fd)
+            try:
+                output = open_output()
+                closing.callback(os.close, output[0])
+                undoing.callback(os.close, output[1])
+                pid = os.fork()
+            except OSError as error:
+                self._send(ForkFailed(mover=request.mover, reason=str(error)))
+                return
+            if pid == 0:
+                child_main.run(socket_fd, output, request.agent, library, self._fork_context)
+            try:
+                pidfd, copy = _open_pidfds(pid)
+            except OSError as error:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                self._send(ForkFailed(mover=request.mover, reason=f"its pidfd cannot be opened: {error}"))
+                return
+            undoing.pop_all()
         self._pidfds[pidfd] = pid
+        self._outputs[pidfd] = output[1]
         self._mover_count.set(len(self._pidfds))
         self._send(Forked(mover=request.mover, pid=pid), (copy,))
 
     def _reap(self, pidfd: int) -> None:
         os.waitpid(self._pidfds.pop(pidfd), 0)
         os.close(pidfd)
+        self._copy_rest(self._outputs.pop(pidfd))
         remove_left_files(self._pidfds.values())
         self._mover_count.set(len(self._pidfds))
+
+    def _copy_rest(self, output: int) -> None:
+        """Log what a dead mover has left: why it crashed, perhaps."""
+        for _ in copy_output(output):
+            pass
+        os.close(output)
 
     def _end_movers(self) -> None:
         """Kill and reap all movers. They would die with this process, but perhaps without being reaped."""
@@ -196,7 +211,7 @@ def main() -> None:
     prepare_thread("kvxferd-parent")
     make_shm_directory()
     if "UCX_LOG_FILE" not in os.environ:
-        os.environ.setdefault("UCX_LOG_LEVEL", "info")  # see `core.ucx_log`
+        os.environ.setdefault("UCX_LOG_LEVEL", "info")  # see `ucx_lines`
     control = FrameSocket(socket.socket(fileno=given.control_fd))
     control.accept_lost_fds()
     try:

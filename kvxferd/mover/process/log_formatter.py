@@ -1,15 +1,12 @@
-"""How a mover and the forkserver write a log record: as one line, which cannot be mistaken for UCX's.
+"""How a mover and the forkserver write a log record: as one line.
 
-The daemon reads the same pipe, line by line, for UCX's own lines (see `core.ucx_log`), and judges lost
-connections by them. A record may hold text of a peer or a library. So no record may contain a line break, be
-taken for a line of UCX, or be so long that other processes write into it.
+They share a pipe, which the daemon reads line by line. A record may hold text of a peer or a library. So no
+record may contain a line break, or be so long that other processes write into it.
 """
 
 from __future__ import annotations
 
 import logging
-
-from kvxferd.ucx_log import CONNECTED_MARK
 
 # The kernel keeps a write to a pipe whole up to 4,096 bytes.
 HEAD_BYTES, TAIL_BYTES = 1000, 2500
@@ -20,8 +17,7 @@ class OneLineFormatter(logging.Formatter):
     """Writes every record as one line, its traceback included. A long line loses its middle."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record).translate(_CONTROLS)
-        return _shortened(text).replace(CONNECTED_MARK, "cfg_")
+        return _shortened(super().format(record).translate(_CONTROLS))
 
 
 def _shortened(text: str) -> str:

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import assert_never
@@ -17,14 +18,14 @@ from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.fd_wait import PreciseWait
 from kvxferd.frame_socket import FrameSocket, close_fds, dup_fds
 from kvxferd.ids import PullId, Ticket
+from kvxferd.mover.chunks.chunk_pool import ChunkPool
+from kvxferd.mover.chunks.scatterer import ThreadScatterer
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.binding import Bindings
-from kvxferd.mover.process.chunks import ChunkPool
-from kvxferd.mover.process.pull_engine import PullEngine
-from kvxferd.mover.process.scatterer import ThreadScatterer
+from kvxferd.mover.reads.pull_engine import PullEngine
 from kvxferd.mover.transport.base import Transport
-from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
+from kvxferd.mover.transport.ucx_lines import UcxLines
 from kvxferd.plan import MAX_RUNS
 from kvxferd.wire import mover as wire
 from kvxferd.wire.block_id_parts import BlockIdAssembly
@@ -76,17 +77,21 @@ class MoverLoop:
         *,
         own_regions: Sequence[RegionExport] = (),
         max_runs: int = MAX_RUNS,
+        ucx_lines: UcxLines | None = None,
     ) -> None:
-        """`own_regions`: as `Bindings` takes it. `max_runs`: about how many runs are expanded at a time."""
+        """`own_regions`: as `Bindings` takes it. `max_runs`: about how many runs are expanded at a time.
+
+        `ucx_lines`: of this process, where it is a mover's own.
+        """
         self._stream = stream
-        self._disconnects = DisconnectRequests()
-        self._transport = StagedTransport(transport, disconnects=self._disconnects)
+        outbox: deque[wire.FromMover] = deque()
+        self._transport = StagedTransport(transport, report=outbox.append)
         self._watch_worker = watch_worker
         self._engine = PullEngine(
             self._transport,
-            ChunkPool(self._transport, report=self._disconnects.outbox.append),
+            ChunkPool(self._transport, report=outbox.append),
             max_runs=max_runs,
-            disconnects=self._disconnects,
+            outbox=outbox,
             scatterer=ThreadScatterer(),
         )
         self._bindings = Bindings(self._transport, own_regions=own_regions)
@@ -98,6 +103,8 @@ class MoverLoop:
         self._delivery_socket: DeliverySocket | None = None  # None: the daemon reports deliveries
         # Of the pulls whose delivery goes to the worker directly, with what earlier pieces of each have read.
         self._tickets: dict[PullId, tuple[Ticket, wire.PiecesRead]] = {}
+        self._ucx_lines = ucx_lines
+        self._is_bound = False
         self._bind_reply: wire.Bound | wire.BindRefused | None = None  # until the descriptors are closed
         self._readable_ms = select.poll()  # costs a third of `PreciseWait`, but counts in milliseconds
         self._readable_ms.register(stream.fileno(), select.POLLIN)
@@ -190,6 +197,7 @@ class MoverLoop:
             pause = self._backoff.pause_s(self._engine.is_busy)
             if pause == 0.0:
                 return bool(self._readable_ms.poll(0))
+        self._report_transports()
         if self._bindings.has_pages_to_prefault and not self._engine.is_busy:
             self._bindings.prefault_some()
             return bool(self._readable_ms.poll(0))
@@ -240,8 +248,6 @@ class MoverLoop:
                 self._engine.report_progress(message.pull)
             case wire.ChunkMemoryGranted():
                 self._engine.set_chunk_memory(message)
-            case wire.DisconnectJudged():
-                self._disconnects.handle_reply(message.number, message.over)
             case _:
                 assert_never(message)
 
@@ -308,11 +314,30 @@ class MoverLoop:
         if (reply := self._bind_reply) is None:
             return
         self._bind_reply = None
+        if isinstance(reply, wire.BindRefused):
+            self._send(reply)
+            return
+        self._is_bound = True
+        self._report_transports()
         self._send(reply)
-        if isinstance(reply, wire.Bound):
-            self._stream.flush()
-            if (placement := self._bindings.probe_host_memory(reply.placement)) is not None:
-                self._send(wire.ProbeResult(placement=placement))
+        self._stream.flush()
+        if (placement := self._bindings.probe_host_memory(reply.placement)) is not None:
+            self._report_transports()
+            self._send(wire.ProbeResult(placement=placement))
+
+    def _report_transports(self) -> None:
+        """Read UCX's lines; report new transports once the daemon has a rank for them."""
+        if self._ucx_lines is None:
+            return
+        self._ucx_lines.read()
+        if self._is_bound:
+            for used in self._ucx_lines.take_new():
+                seen = wire.TransportsSeen(
+                    reach=used.reach,
+                    transports=used.transports[: wire.MAX_TRANSPORTS],
+                    is_fully_parsed=used.is_fully_parsed,
+                )
+                self._send(seen)
 
     def _with_early_block_ids(self, message: wire.StartPull) -> wire.StartPull:
         if not message.stream:

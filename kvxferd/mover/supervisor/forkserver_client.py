@@ -28,7 +28,6 @@ from kvxferd.mover.forkserver_protocol import (
 )
 from kvxferd.mover.shm import remove_shm_directory
 from kvxferd.mover.supervisor.stderr_reader import StderrReader
-from kvxferd.ucx_log import UcxLine
 from kvxferd.wire.codec import encode
 from kvxferd.wire.framing import Frame
 
@@ -46,8 +45,7 @@ class ForkserverClient:
     The constructor raises OSError, and then leaves neither process nor descriptor behind.
 
     `on_message` gets its messages, with the pidfd that came with a `Forked` (which the callee owns).
-    `on_exit` is called once, after the last message. `on_ucx_line` gets what UCX logs in any of its
-    processes; `on_loss` is called where some of those lines may be lost.
+    `on_exit` is called once, after the last message.
     """
 
     def __init__(
@@ -55,8 +53,6 @@ class ForkserverClient:
         start: Callable[[int, int], ForkserverProcess],
         on_message: Callable[[ForkserverMessage, int], None],
         on_exit: Callable[[], None],
-        on_ucx_line: Callable[[UcxLine], None],
-        on_loss: Callable[[], None],
     ) -> None:
         """`start` is called with the process's ends of its socket and of the pipe for standard error."""
         self._on_message = on_message
@@ -75,7 +71,7 @@ class ForkserverClient:
             undoing.pop_all()
         self._stream = FrameStream(ours, self._read, self._on_stream_end)
         self._stream.accept_lost_fds()
-        self._stderr = StderrReader(reading, on_ucx_line, on_loss)
+        self._stderr = StderrReader(reading)
         self._stream.set_reading()
         self._loop.add_reader(self._process.pidfd, self._handle_exit)
 
@@ -90,10 +86,6 @@ class ForkserverClient:
         After `shutdown` nothing is requested: `on_exit` follows.
         """
         self._stream.send(encode(Fork(mover=mover, agent=agent)), dup_fds([sock.fileno()]))
-
-    def read_stderr(self) -> None:
-        """Read all that its processes have written so far."""
-        self._stderr.read_available()
 
     def shutdown(self) -> None:
         """Make it end its movers and itself; `on_exit` follows. Idempotent."""

@@ -35,9 +35,7 @@ from kvxferd.mover.supervisor.pool_effects import (
     ReportForkserverDeath,
     ReportMessage,
     ReportStopped,
-    ReportTransports,
     RequestFork,
-    SendMessage,
     ShutDownForkserver,
     StartForkserver,
 )
@@ -54,11 +52,8 @@ from kvxferd.mover.supervisor.pool_events import (
     Started,
     StopRequested,
     TimersDue,
-    UcxLineRead,
-    UcxLinesLost,
 )
-from kvxferd.ucx_log import TransportsUsed
-from kvxferd.wire.mover import DisconnectSeen, FromMover
+from kvxferd.wire.mover import FromMover
 
 _LOG = logging.getLogger(__name__)
 
@@ -70,7 +65,6 @@ class MoverPool:
 
     `on_message` gets the messages of assigned movers, in order. `on_exit` is called once for each assigned
     mover, after its last message, when its process is gone and nothing that it posted writes any more.
-    `on_transports` gets the transports of each connection of an assigned mover, also of the earlier ones.
     """
 
     def __init__(
@@ -80,7 +74,6 @@ class MoverPool:
         size: int,
         on_message: Callable[[MoverId, FromMover], None],
         on_exit: Callable[[MoverId], None],
-        on_transports: Callable[[MoverId, TransportsUsed], None] = lambda mover, lanes: None,
         lock_fd: int | None = None,
         environment: Mapping[str, str] | None = None,
         library: str = "auto",
@@ -90,15 +83,13 @@ class MoverPool:
         """`mover_ids` yields ids for new movers, and is shared with every other maker of movers.
 
         `library`: "nixl", "rixl", or "auto" for the first that can be imported. The movers make their agents
-        by `backend`, and their lost connections are judged by it.
+        by `backend`.
         """
         self._on_message = on_message
         self._on_exit = on_exit
-        self._on_transports = on_transports
         self._start = partial(start_forkserver, environment or {}, library, backend, lock_fd)
         self._decisions = PoolDecisions(
             size=size,
-            backend=backend,
             mover_ids=itertools.count(1) if mover_ids is None else mover_ids,
             new_agent=lambda: new_agent_name(boot),
         )
@@ -184,8 +175,6 @@ class MoverPool:
         self._feed(ForkserverExited())
 
     def _on_mover_message(self, mover: MoverHandle, message: FromMover) -> None:
-        if isinstance(message, DisconnectSeen) and self._forkserver is not None:
-            self._forkserver.read_stderr()  # what the mover logged before it sent this is fed before it
         self._feed(MoverReported(mover.mover_id, message))
 
     # --- effects out
@@ -207,8 +196,6 @@ class MoverPool:
                 self._on_result.pop(effect.request)(self._handles[effect.mover])
             case RefuseRequest():
                 self._on_result.pop(effect.request)(effect.error)
-            case SendMessage():
-                self._handles[effect.mover].send(effect.message)
             case KillProcess():
                 self._kill(effect)
             case DiscardMover():
@@ -216,8 +203,6 @@ class MoverPool:
                     handle.discard()
             case ReportMessage():
                 self._on_message(effect.mover, effect.message)
-            case ReportTransports():
-                self._on_transports(effect.mover, effect.used)
             case ReportExit():
                 self._on_exit(effect.mover)
             case ReportForkserverDeath():
@@ -238,8 +223,6 @@ class MoverPool:
                 self._start,
                 self._on_forkserver_message,
                 self._on_forkserver_exit,
-                lambda line: self._feed(UcxLineRead(line)),
-                lambda: self._feed(UcxLinesLost()),
             )
         except OSError as error:
             _LOG.error("forkserver not started: reason=%s", error)

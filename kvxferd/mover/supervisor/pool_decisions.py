@@ -8,7 +8,6 @@ from typing import NamedTuple, assert_never
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.mover.backends import Backend
 from kvxferd.mover.forkserver_protocol import Forked, ForkFailed, LibraryLoaded, LibraryUnavailable
 from kvxferd.mover.supervisor.pool_effects import (
     AssignMover,
@@ -22,9 +21,7 @@ from kvxferd.mover.supervisor.pool_effects import (
     ReportForkserverDeath,
     ReportMessage,
     ReportStopped,
-    ReportTransports,
     RequestFork,
-    SendMessage,
     ShutDownForkserver,
     StartForkserver,
 )
@@ -41,13 +38,9 @@ from kvxferd.mover.supervisor.pool_events import (
     Started,
     StopRequested,
     TimersDue,
-    UcxLineRead,
-    UcxLinesLost,
 )
-from kvxferd.mover.supervisor.transport_evidence import TransportEvidence
 from kvxferd.timers import Timers
-from kvxferd.ucx_log import UcxLine, is_about_connection, parse_transports
-from kvxferd.wire.mover import DisconnectJudged, DisconnectSeen, FromMover, MoverUp
+from kvxferd.wire.mover import FromMover, MoverUp
 
 REFILL_DELAY_S = 0.25  # after a mover was acquired: its registration goes first
 RESTART_DELAYS_S = (0.1, 0.5, 2.0, 5.0)  # of a forkserver that dies; the last one repeats
@@ -82,7 +75,6 @@ class PoolDecisions:
         self,
         *,
         size: int,
-        backend: Backend,
         mover_ids: Iterator[int],
         new_agent: Callable[[], AgentName],
     ) -> None:
@@ -90,7 +82,6 @@ class PoolDecisions:
         self.size = size
         self.num_died_starting = 0  # movers that died before their agent was made
         self.num_died_unassigned = 0  # and before a rank had them
-        self.evidence = TransportEvidence(backend)
         self._mover_ids = mover_ids
         self._new_agent = new_agent
         self._now = 0.0
@@ -180,10 +171,6 @@ class PoolDecisions:
                 self._kill(event.mover)
             case MoverExited():
                 self._on_exit(event.mover)
-            case UcxLineRead():
-                self._on_ucx_line(event.line)
-            case UcxLinesLost():
-                self.evidence.lose_lines()
             case TimersDue():
                 pass
             case _:
@@ -211,7 +198,6 @@ class PoolDecisions:
     def _assign(self, request: int, mover: MoverId) -> None:
         self._assigned[mover] = None
         self._effects.append(AssignMover(request, mover))
-        self._effects += [ReportTransports(mover, used) for used in self.evidence.transports_of(mover)]
 
     def _refuse(self, request: int, text: str, code: Code = Code.MOVER_LOST) -> None:
         self._timers.cancel(("waits", request))
@@ -267,7 +253,6 @@ class PoolDecisions:
             return
         self._num_restarts = self._num_failed_forks = 0
         self._starting[mover] = True
-        self.evidence.set_pid(mover, message.pid)
         if self._is_stopping:
             self._kill(mover)
             return
@@ -284,7 +269,6 @@ class PoolDecisions:
 
     def _forget_fork(self, mover: MoverId) -> None:
         del self._starting[mover]
-        self.evidence.remove(mover)
         self._effects.append(DiscardMover(mover))
 
     # --- movers that start
@@ -306,7 +290,6 @@ class PoolDecisions:
         for _ in range(self._num_wanted()):
             mover = MoverId(next(self._mover_ids))
             self._starting[mover] = False
-            self.evidence.add(mover)
             self._effects.append(RequestFork(mover, self._new_agent()))
 
     def _num_wanted(self) -> int:
@@ -317,13 +300,8 @@ class PoolDecisions:
     def _on_message(self, mover: MoverId, message: FromMover) -> None:
         if isinstance(message, MoverUp):
             self._on_up(mover)
-        elif mover in self._assigned or mover in self._warm:
-            if isinstance(message, DisconnectSeen):
-                is_over = self._has_forkserver and self.evidence.has_no_reads_left(mover)
-                judged = DisconnectJudged(number=message.number, over=is_over)
-                self._effects.append(SendMessage(mover, judged))
-            elif mover in self._assigned:
-                self._effects.append(ReportMessage(mover, message))
+        elif mover in self._assigned:
+            self._effects.append(ReportMessage(mover, message))
 
     def _on_up(self, mover: MoverId) -> None:
         if mover not in self._starting:
@@ -362,7 +340,6 @@ class PoolDecisions:
             self._on_early_exit(mover)
         else:
             return
-        self.evidence.remove(mover)
         self._effects.append(DiscardMover(mover))
 
     def _on_early_exit(self, mover: MoverId) -> None:
@@ -384,17 +361,6 @@ class PoolDecisions:
         else:
             self.num_died_unassigned += 1
         self._effects.append(ReportEarlyDeath(mover, was_starting))
-
-    def _on_ucx_line(self, line: UcxLine) -> None:
-        if not is_about_connection(line.text):
-            return
-        used = parse_transports(line.text)
-        if used is None:  # an unknown version of UCX wrote it, so every mover's lines are unreadable
-            self.evidence.lose_lines()
-            return
-        mover = self.evidence.add_line(line.pid, used)
-        if mover is not None and mover in self._assigned:
-            self._effects.append(ReportTransports(mover, used))
 
     def _stop(self) -> None:
         self._is_stopping = True
@@ -424,7 +390,6 @@ class PoolDecisions:
         states: list[Collection[MoverId]] = [self._starting, self._warm, self._assigned, self._ending]
         movers = {mover for state in states for mover in state}
         assert len(movers) == sum(map(len, states)), "a mover is in two states"
-        self.evidence.check_integrity(movers)
         for mover, is_forked in self._starting.items():
             is_timed = ("starts", mover) in self._timers
             assert is_timed == (is_forked and not self._is_stopping), f"mover {mover} may start for ever"

@@ -1,4 +1,4 @@
-"""The effects of the pools' decisions. The shells carry them out in order, and decide nothing."""
+"""The effects of the pool's decisions. The shell carries them out in order, and decides nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvxferd.errors import MoverError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.ucx_log import TransportsUsed
-from kvxferd.wire.common import Message
 from kvxferd.wire.mover import FromMover
 
 
@@ -53,14 +51,6 @@ class RefuseRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SendMessage:
-    """Send a message to a mover."""
-
-    mover: MoverId
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
 class KillProcess:
     """Kill the mover's process, also where it is stopped. `MoverExited` follows. `reason`: "" if wanted."""
 
@@ -70,7 +60,7 @@ class KillProcess:
 
 @dataclass(frozen=True, slots=True)
 class DiscardMover:
-    """Close the daemon's end of a mover that has no process, or of a resident one. No event follows."""
+    """Close the daemon's end of a mover that has no process. No event follows."""
 
     mover: MoverId
 
@@ -81,14 +71,6 @@ class ReportMessage:
 
     mover: MoverId
     message: FromMover
-
-
-@dataclass(frozen=True, slots=True)
-class ReportTransports:
-    """Report to the core by which transports an assigned mover has connected."""
-
-    mover: MoverId
-    used: TransportsUsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +105,11 @@ PoolEffect = (
     | RequestFork
     | AssignMover
     | RefuseRequest
-    | SendMessage
     | KillProcess
     | DiscardMover
     | ReportMessage
-    | ReportTransports
     | ReportExit
     | ReportForkserverDeath
     | ReportEarlyDeath
     | ReportStopped
 )
-ResidentEffect = AssignMover | RefuseRequest | DiscardMover | ReportMessage | ReportExit

@@ -1,4 +1,4 @@
-"""What happens to the pools of movers. The shells make the events and feed them to the decisions.
+"""What happens to the pool of movers. The shell makes the events and feeds them to the decisions.
 
 The forkserver's messages are events as they are.
 """
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from kvxferd.ids import MoverId
 from kvxferd.mover.forkserver_protocol import Forked, ForkFailed, LibraryLoaded, LibraryUnavailable
-from kvxferd.ucx_log import UcxLine
 from kvxferd.wire.mover import FromMover
 
 
@@ -74,29 +73,9 @@ class MoverStreamClosed:
 
 @dataclass(frozen=True, slots=True)
 class MoverExited:
-    """A mover's process, or a resident mover's agent, is gone. Its last message was reported before."""
+    """A mover's process is gone. Its last message was reported before."""
 
     mover: MoverId
-
-
-@dataclass(frozen=True, slots=True)
-class UcxLineRead:
-    """UCX logged a line in one of the forkserver's processes."""
-
-    line: UcxLine
-
-
-@dataclass(frozen=True, slots=True)
-class UcxLinesLost:
-    """Lines of UCX's log may be lost, and they may be of any mover."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentOffered:
-    """A worker has brought a resident mover. `AssignMover` or `RefuseRequest` follows, of that number."""
-
-    mover: MoverId
-    worker_pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +98,5 @@ PoolEvent = (
     | MoverReported
     | MoverStreamClosed
     | MoverExited
-    | UcxLineRead
-    | UcxLinesLost
     | TimersDue
 )
-ResidentEvent = ResidentOffered | MoverReported | MoverExited | StopRequested | TimersDue

@@ -5,44 +5,37 @@ A resident mover is asked to end, and never killed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from typing import assert_never
+from typing import NamedTuple
 
 from kvxferd.core.ranks.movers import STUCK_S
-from kvxferd.decision_loop import DecisionLoop
+from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName, BootId, MoverId
+from kvxferd.mover.agent_names import is_agent_name
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import OnResult
-from kvxferd.mover.supervisor.pool_effects import (
-    AssignMover,
-    DiscardMover,
-    RefuseRequest,
-    ReportExit,
-    ReportMessage,
-    ResidentEffect,
-)
-from kvxferd.mover.supervisor.pool_events import (
-    MoverExited,
-    MoverReported,
-    ResidentEvent,
-    ResidentOffered,
-    StopRequested,
-    TimersDue,
-)
-from kvxferd.mover.supervisor.resident_decisions import ResidentDecisions
 from kvxferd.wire.mover import FromMover, MoverLeaving, MoverUp
 
 _LOG = logging.getLogger(__name__)
 
+UP_TIMEOUT_S = 20.0  # a worker's first agent takes 0.5 s; a busy engine's GIL makes that longer
+
+
+class _Start(NamedTuple):
+    on_result: OnResult
+    timeout: asyncio.TimerHandle
+
 
 class ResidentPool:
-    """Accepts resident movers: the shell of `resident_decisions`. All methods belong to one event loop.
+    """Accepts resident movers, once their agents are made. All methods belong to one event loop.
 
-    `on_message` and `on_exit` are as a `MoverPool`'s; `mover_ids` is shared with it.
+    `on_message` and `on_exit` are as a `MoverPool`'s; `mover_ids` is shared with it. `is_name_used`: whether
+    a mover of this daemon has that agent's name.
     """
 
     def __init__(
@@ -54,15 +47,13 @@ class ResidentPool:
         on_message: Callable[[MoverId, FromMover], None],
         on_exit: Callable[[MoverId], None],
     ) -> None:
+        self._boot = boot
         self._mover_ids = mover_ids
+        self._is_name_used = is_name_used
         self._on_message = on_message
         self._on_exit = on_exit
-        self._decisions = ResidentDecisions(boot, is_name_used)
-        self._on_result: dict[int, OnResult] = {}  # of those that start
         self._handles: dict[MoverId, ResidentHandle] = {}
-        self._feed = DecisionLoop[ResidentEvent, ResidentEffect](
-            lambda: self._decisions, TimersDue(), self._carry_out
-        ).feed
+        self._starting: dict[MoverId, _Start] = {}  # those of them whose agent is not made yet
 
     def accept(self, sock: socket.socket, worker: tuple[int, int], on_result: OnResult) -> None:
         """Call `on_result` once: with the mover at the other end of the socket, or with why it is refused.
@@ -70,38 +61,59 @@ class ResidentPool:
         `worker`: as `ResidentHandle` takes it. This object owns both descriptors. The error has the mover's
         own reason and code, or mover-lost.
         """
-        number = MoverId(next(self._mover_ids))
-        self._on_result[number] = on_result
-        self._handles[number] = ResidentHandle(
-            number, sock, worker, self._on_mover_message, self._on_mover_exit
-        )
-        self._feed(ResidentOffered(number, worker[0]))
+        mover = MoverId(next(self._mover_ids))
+        handle = ResidentHandle(mover, sock, worker, self._on_mover_message, self._on_mover_exit)
+        self._handles[mover] = handle
+        timeout = asyncio.get_running_loop().call_later(UP_TIMEOUT_S, self._give_up, mover)
+        self._starting[mover] = _Start(on_result, timeout)
 
     def close(self) -> None:
         """Close all streams: the movers end at EOF, and their workers see when they are gone."""
-        self._feed(StopRequested())
+        for mover in list(self._starting):
+            self._refuse(mover, "cannot use a resident mover: the daemon stops")
+        while self._handles:
+            self._handles.popitem()[1].discard()
 
-    def _carry_out(self, effect: ResidentEffect) -> None:
-        match effect:
-            case AssignMover():
-                self._on_result.pop(effect.request)(self._handles[effect.mover])
-            case RefuseRequest():
-                self._on_result.pop(effect.request)(effect.error)
-            case DiscardMover():
-                self._handles.pop(effect.mover).discard()
-            case ReportMessage():
-                self._on_message(effect.mover, effect.message)
-            case ReportExit():
-                del self._handles[effect.mover]
-                self._on_exit(effect.mover)
-            case _:
-                assert_never(effect)
+    def _on_mover_message(self, handle: MoverHandle, message: FromMover) -> None:
+        mover = handle.mover_id
+        if mover in self._starting:
+            self._on_first_message(mover, message)
+        elif mover in self._handles:
+            self._on_message(mover, message)
 
-    def _on_mover_message(self, mover: MoverHandle, message: FromMover) -> None:
-        self._feed(MoverReported(mover.mover_id, message))
+    def _on_first_message(self, mover: MoverId, message: FromMover) -> None:
+        match message:
+            case MoverUp() if is_agent_name(message.agent, self._boot) and not self._is_name_used(
+                message.agent
+            ):
+                self._end_start(mover, self._handles[mover])
+            case MoverUp():  # peers would read it in place of another of that name
+                text = f"cannot use a resident mover called {message.agent[:80]!r}: it is not free here"
+                self._refuse(mover, text, Code.OUT_OF_PLACE)
+            case MoverLeaving():
+                self._refuse(mover, message.message, message.code)
 
-    def _on_mover_exit(self, mover: MoverHandle) -> None:
-        self._feed(MoverExited(mover.mover_id))
+    def _on_mover_exit(self, handle: MoverHandle) -> None:
+        mover = handle.mover_id
+        if mover in self._starting:
+            self._refuse(mover, f"the resident mover of worker {handle.pid} ended before its agent was made")
+        elif self._handles.pop(mover, None) is not None:
+            self._on_exit(mover)
+
+    def _give_up(self, mover: MoverId) -> None:
+        worker = self._handles[mover].pid
+        self._refuse(
+            mover, f"cannot use the resident mover of worker {worker}: no agent in {UP_TIMEOUT_S:g} s"
+        )
+
+    def _refuse(self, mover: MoverId, text: str, code: Code = Code.MOVER_LOST) -> None:
+        self._handles.pop(mover).discard()
+        self._end_start(mover, MoverError(text, code))
+
+    def _end_start(self, mover: MoverId, result: MoverHandle | MoverError) -> None:
+        on_result, timeout = self._starting.pop(mover)
+        timeout.cancel()
+        on_result(result)
 
 
 class ResidentHandle(MoverHandle):

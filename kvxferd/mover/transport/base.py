@@ -43,9 +43,9 @@ HOST = ReadKinds()
 class TransportError(MoverError):
     """A library call failed.
 
-    `settled`: nothing that the failed call or handle posted can still write. `lost`: the connection
-    to the agent is dead; every post to it fails until it is dropped and loaded again. Lost and not
-    settled: whether a read can still write depends on the transports used (`kvxferd.mover.disconnects`).
+    `settled`: nothing that the failed call or handle posted can still write; of a lost connection the
+    transports used decide that (`kvxferd.mover.disconnects`). `lost`: the connection to the agent is dead;
+    every post to it fails until it is dropped and loaded again.
     """
 
     def __init__(self, message: str, *, settled: bool, lost: bool = False) -> None:

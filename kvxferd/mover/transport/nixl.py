@@ -33,6 +33,7 @@ from kvxferd.mover.transport.base import (
     TransportError,
     check_agent_name,
 )
+from kvxferd.mover.transport.ucx_lines import UcxLines
 from kvxferd.mover.ucx_settings import set_gpu_defaults
 from kvxferd.plan import Runs
 from kvxferd.wire.staging import MAX_STAGING_MESSAGE_BYTES
@@ -178,12 +179,18 @@ class NixlTransport:
     """One NIXL agent, without its progress thread; see `Transport` for the promises."""
 
     def __init__(
-        self, library: TransferLibrary, agent: AgentName, backend: Backend = DEFAULT_BACKEND
+        self,
+        library: TransferLibrary,
+        agent: AgentName,
+        backend: Backend = DEFAULT_BACKEND,
+        ucx_lines: UcxLines | None = None,
     ) -> None:
+        """`ucx_lines`: of this process, where it is a mover's own."""
         self._api = library.api
         self._agent = agent
         self._library = library.description + ("" if backend.name == UCX else f", {backend.name}")
-        self._disconnect_proves_over = ucx_tls_proves_over(backend, os.environ.get("UCX_TLS", ""))
+        self._setting_proves_over = ucx_tls_proves_over(backend, os.environ.get("UCX_TLS", ""))
+        self._ucx_lines = ucx_lines
         self._registered: dict[MemoryRange, Any] = {}
         self._read_handles: weakref.WeakSet[NixlRead] = weakref.WeakSet()
         # Bounded: where this mover never reads them, peers could send any number.
@@ -307,7 +314,13 @@ class NixlTransport:
         """
         lost = type(error).__name__ == _DISCONNECT_ERROR
         text = f"cannot read from agent {agent}: {_text_of(error)}"
-        return TransportError(text, settled=lost and self._disconnect_proves_over, lost=lost)
+        return TransportError(text, settled=lost and self._are_reads_over(), lost=lost)
+
+    def _are_reads_over(self) -> bool:
+        """Whether no read over a connection that was just lost can write any more."""
+        if self._setting_proves_over:
+            return True
+        return self._ucx_lines is not None and self._ucx_lines.prove_over()
 
     def release(self, handle: ReadHandle) -> None:
         assert isinstance(handle, NixlRead)

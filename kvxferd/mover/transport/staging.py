@@ -22,7 +22,6 @@ from kvxferd.memory.driver import Driver
 from kvxferd.mover.transport.base import HOST, MemoryRange, ReadHandle, ReadKinds, Transport, TransportError
 from kvxferd.mover.transport.buffers import PinnedBuffer, SlotPool, WordSlots
 from kvxferd.mover.transport.copy_probe import probe_copy_rows
-from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.reply_agents import ReplyAgents
 from kvxferd.mover.transport.runs import packed_addresses, single_run, split_into_chunks
 from kvxferd.mover.transport.staging_source import CHUNK_REPLY_TIMEOUT_S, StagingSource
@@ -97,9 +96,10 @@ class StagedTransport:
         clock: Callable[[], float] = time.perf_counter,
         slot_bytes: int = SLOT_BYTES,
         num_slots: int = NUM_SLOTS,
-        disconnects: DisconnectRequests | None = None,
+        report: Callable[[MoverWorn], None] = lambda worn: None,
     ) -> None:
-        self._disconnects = DisconnectRequests() if disconnects is None else disconnects
+        """`report` sends to the daemon."""
+        self._report = report
         self._inner = inner
         self._clock = clock
         self._slot_bytes = slot_bytes
@@ -393,10 +393,7 @@ class StagedTransport:
         read.active.remove(chunk)
         if chunk.number:
             self._release_chunk(read, chunk)
-        if error.lost and not error.settled:
-            self._disconnects.request(lambda over: self._release_slots(chunk, over))
-        else:
-            self._release_slots(chunk, error.settled)
+        self._release_slots(chunk, error.settled)
         settled = error.settled
         if chunk.slot is not None:
             # A read lands in the slot; only the copy writes the destination.
@@ -404,9 +401,8 @@ class StagedTransport:
         elif chunk.state is PartState.VERIFYING:
             settled = True  # the chunk's own read has ended
         first, message = read.error, error.message if read.error is None else read.error.message
-        failure = TransportError(message, settled=settled, lost=error.lost)
-        if first is None or _doubt_level(failure) > _doubt_level(first):
-            read.error = failure
+        if first is None or (first.settled and not settled):
+            read.error = TransportError(message, settled=settled, lost=error.lost)
 
     def _release_slots(self, chunk: StagedPart, over: bool) -> None:
         """Release a failed chunk's slots, or quarantine them where something may still land there."""
@@ -418,7 +414,7 @@ class StagedTransport:
             else:
                 self._slots.quarantine(chunk.slot)
                 if self._slots.is_exhausted:
-                    self._disconnects.outbox.append(MoverWorn())
+                    self._report(MoverWorn())
 
     # --- messages of other movers
 
@@ -453,11 +449,6 @@ class StagedTransport:
                     self._refused[message.number] = "it lends what cannot be"
             case _:
                 assert_never(message)
-
-
-def _doubt_level(error: TransportError) -> int:
-    """Return how little a failure proves. 0: it is over, 1: over where a disconnect proves it, 2: nothing."""
-    return 0 if error.settled else 1 if error.lost else 2
 
 
 def _is_plausible(ready: ChunkReady) -> bool:

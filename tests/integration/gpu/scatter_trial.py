@@ -19,8 +19,8 @@ from kvxferd.doctor.gpu_placements import TrialDevice
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.memory.driver_registry import open_driver
-from kvxferd.mover.process.covering import ChunkFill, PlacedStretches, scatter
-from kvxferd.mover.process.device_scatter import DeviceScatterer
+from kvxferd.mover.chunks.covering import ChunkFill, PlacedStretches, scatter_pieces
+from kvxferd.mover.chunks.device_scatter import DeviceScatterer
 from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.plan.covering import Stretches
 from kvxferd.plan.stretches import Copies, StretchForm
@@ -75,8 +75,8 @@ def measure(device: TrialDevice, heads: int, is_scattered: bool) -> ScatterSpeed
     content = np.random.default_rng(2).integers(0, 256, CHUNK_BYTES, dtype=np.uint8)
     device.write(chunk.address, content.tobytes())
     wanted = np.zeros(size, dtype=np.uint8)
-    for _ in scatter(fill, content, {REGION: wanted}):
-        pass
+    for piece in scatter_pieces(fill, content, {REGION: wanted}):
+        piece()
     best = float("inf")
     for _ in range(NUM_ROUNDS):
         device.write(address, bytes(size))

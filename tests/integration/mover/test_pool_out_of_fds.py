@@ -71,7 +71,7 @@ async def test_a_parent_that_cannot_be_watched_is_ended_and_leaves_nothing(
     before = os.listdir("/proc/self/fd")
     start = partial(start_forkserver, {}, "auto", DEFAULT_BACKEND, None)
     with pytest.raises(OSError, match="Too many open files"):
-        ForkserverClient(start, lambda *_: None, lambda: None, lambda _: None, lambda: None)
+        ForkserverClient(start, lambda *_: None, lambda: None)
     assert os.listdir("/proc/self/fd") == before
     assert not os.path.exists(f"/proc/{failing.pids[0]}")  # reaped too
 

@@ -5,7 +5,7 @@ worker or mover is proved by its adversary test instead. Exits with 1 where fewe
 and with --complete where a mutant is stale, or one that the simulation cannot notice has no test.
 
 --matrix ROOM shows the unit tests that fail with each mutant of a folder of the package, such as core or
-mover/process, beside what the simulation makes of it: a line of JSON each, and a table on standard error.
+mover/reads, beside what the simulation makes of it: a line of JSON each, and a table on standard error.
 
 --generated N takes N mutants that are made from the source as it is, and shows what notices each: the
 simulation, only the tests, or nothing.

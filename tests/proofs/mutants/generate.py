@@ -27,13 +27,13 @@ MAX_PER_FILE = 3
 EXCLUDED = {
     "names of other modules": "*__init__",
     "asyncio, or threads, around a session": "client/aio client/blocking",
-    "memory and events of a GPU": "client/gpu_events mover/process/device_scatter mover/transport/*probe",
+    "memory and events of a GPU": "client/gpu_events mover/chunks/device_scatter mover/transport/*probe",
     "the transfer library, its settings and its files": (
-        "mover/transport/nixl mover/backends mover/disconnects mover/process/warmup mover/shm"
+        "mover/transport/nixl mover/backends mover/disconnects mover/reads/warmup mover/shm"
         " mover/ucx_settings"
     ),
     "processes and limits of the operating system": (
-        "mover/process/child_main mover/process/forkserver mover/process/linux_process control/fd_budget"
+        "mover/process/child_main mover/process/forkserver mover/linux_process control/fd_budget"
     ),
     "HTTP": "control/http_* control/admin_handlers control/response* control/status_page",
     "TCP and authentication below ZMQ": (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvxferd.errors import PlanError
 from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import GroupKind, RankLayout
-from kvxferd.mover.process.covering import CoverSlicer, scatter
+from kvxferd.mover.chunks.covering import CoverSlicer, scatter_pieces
 from kvxferd.plan import Expander, Runs, check_request, make_plan
 from kvxferd.plan.covering import CoveredRank, CoverExpander
 from kvxferd.plan.stretches import StretchForm
@@ -175,8 +175,8 @@ def check_scatter(
             assert (fill.offset + fill.length).max() <= chunk_bytes
             _read(fill.runs(0), {RegionId("chunk"): chunk}, {RegionId("chunk"): 0}, source, remote_at[rank])
             num_bytes += fill.num_bytes
-            for _ in scatter(fill, chunk, sink):
-                pass
+            for piece in scatter_pieces(fill, chunk, sink):
+                piece()
             event("a chunk was filled")
         assert num_bytes == slicer.num_bytes
     for region in sink:

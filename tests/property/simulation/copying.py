@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxferd.mover.process.scatterer import ScatterJob
+from kvxferd.mover.chunks.scatterer import ScatterJob
 
 if TYPE_CHECKING:
     from tests.property.simulation.mover import Mover

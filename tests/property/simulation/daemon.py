@@ -11,9 +11,6 @@ from kvxferd.core import events as ev
 from kvxferd.core.limits.table import ARRIVING_ID_BYTES
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import BootId, Endpoint, GrantId, MoverId, SessionId
-from kvxferd.mover.backends import Backend
-from kvxferd.mover.disconnects import transports_prove_over
-from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message, Refusal
@@ -29,13 +26,6 @@ from tests.support.sim.node import SimNode
 if TYPE_CHECKING:
     from tests.property.simulation.process import Process
     from tests.property.simulation.world import World
-
-# By the kind of an episode's transports: what the library logs of them.
-LANES = {
-    "cma": TransportsUsed("node", ("cma/memory",)),
-    "tcp": TransportsUsed("network", ("tcp/eth0",)),
-    "rdma": TransportsUsed("network", ("rc_mlx5/mlx5_0:1",)),
-}
 
 
 class Connection:
@@ -187,10 +177,6 @@ class Daemon(Actor, SimNode):
 
     def handle_mover_message(self, mover: Mover, message: mv.FromMover) -> None:
         """Handle a mover's message."""
-        if isinstance(message, mv.DisconnectSeen):
-            over = transports_prove_over(Backend(), [LANES[self.world.fabric.kind]])
-            mover.from_daemon.send(mover.handle, mv.DisconnectJudged(number=message.number, over=over))
-            return
         self.feed(ev.MoverMessage(mover.mover_id, message))
 
     def _mover_died(self, mover: MoverId) -> None:

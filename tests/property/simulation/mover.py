@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,11 @@ import msgspec
 
 from kvxferd.errors import Code
 from kvxferd.ids import PullId, SessionId, Ticket
-from kvxferd.mover.process.chunks import ChunkPool, ChunkState
+from kvxferd.mover.chunks.chunk_pool import ChunkPool, ChunkState
+from kvxferd.mover.chunks.scatterer import InlineScatterer
 from kvxferd.mover.process.loop import IDLE_CHECK_S
-from kvxferd.mover.process.pull_engine import PullEngine
-from kvxferd.mover.process.scatterer import InlineScatterer
+from kvxferd.mover.reads.pull_engine import PullEngine
 from kvxferd.mover.transport.base import MemoryRange
-from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import MAX_RUNS
 from kvxferd.wire import mover as mv
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tests.property.simulation.process import Process
     from tests.property.simulation.shells.mover_pool import SimulatedHandle
 
-IN_USE = (ChunkState.READING, ChunkState.SCATTERING, ChunkState.DRAINING, ChunkState.IN_DOUBT)
+IN_USE = (ChunkState.READING, ChunkState.SCATTERING, ChunkState.DRAINING)
 COPIES_S = (0.0, 0.0005, 0.1)  # of one mover: how long a copy takes; 0: it is in a step of the engine
 MAX_RUNS_A_PART = (MAX_RUNS, 2)  # of one mover: how many runs of a pull are expanded at a time
 POLL_S = 0.2  # a pull that waits for nothing that could wake its mover is looked at so often
@@ -57,16 +57,16 @@ class Mover(Actor):
         self.to_daemon = handle.to_daemon
         self.from_daemon = Pipe(self, daemon.local_latency_s)
         self.transport = SimulatedTransport(fabric, self.agent, self, self)
-        self._disconnects = disconnects = DisconnectRequests()
-        self._staged = StagedTransport(self.transport, lambda: self.agenda.now, disconnects=disconnects)
+        outbox: deque[mv.FromMover] = deque()
+        self._staged = StagedTransport(self.transport, lambda: self.agenda.now, report=outbox.append)
         self.on_write = fabric.on_write
         copy_s = daemon.rng.choice(COPIES_S)
-        self._chunks = chunks = ChunkPool(self._staged, report=disconnects.outbox.append)
+        self._chunks = chunks = ChunkPool(self._staged, report=outbox.append)
         self._engine = PullEngine(
             self._staged,
             chunks,
             clock=lambda: self.agenda.now,
-            disconnects=disconnects,
+            outbox=outbox,
             scatterer=CopyThread(self, copy_s) if copy_s else InlineScatterer(lambda: self.agenda.now),
             max_runs=daemon.rng.choice(MAX_RUNS_A_PART),
         )
@@ -181,8 +181,6 @@ class Mover(Actor):
                 self._engine.abort(message.pull)
             case mv.ReportPull():
                 self._engine.report_progress(message.pull)
-            case mv.DisconnectJudged():
-                self._disconnects.handle_reply(message.number, message.over)
             case mv.ChunkMemoryGranted():
                 self._rules.handle(message)
                 self._engine.set_chunk_memory(message)

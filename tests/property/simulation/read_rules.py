@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvxferd.ids import AgentName, PullId
-from kvxferd.mover.process.chunks import ChunkPool, ChunkState
+from kvxferd.mover.chunks.chunk_pool import ChunkPool, ChunkState
 from kvxferd.wire import mover as mv
 from kvxferd.wire.common import Message
 from kvxferd.wire.limits import CHUNK_BYTES, FENCE_WORD_BYTES

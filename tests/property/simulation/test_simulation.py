@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.mover.process.pull_engine import PullEngine
+from kvxferd.mover.reads.pull_engine import PullEngine
 from tests.property.simulation.__main__ import simulate
 from tests.property.simulation.episode import Episode, Size
 from tests.property.simulation.shrink import Shrinker

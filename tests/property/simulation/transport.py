@@ -234,7 +234,7 @@ class SimulatedTransport:
         """Break the connection to an agent; return whether a read was in flight."""
         reads = [read for read in self._reads if read.agent == agent and not read.done and not read.error]
         for read in reads:
-            self._fail(read, settled=False, lost=True)
+            self._fail(read, settled=self._fabric.proves_over, lost=True)
         if reads:
             self._lost.add(agent)
         return bool(reads)
@@ -255,9 +255,8 @@ class SimulatedTransport:
         for read in self._all_reads:
             if read.done or (read.error is not None and (read.error.settled or not read.late)):
                 continue
-            over = read.error is not None and read.error.lost and self._fabric.proves_over
             for index, piece in enumerate(read.pieces):
-                if over or (read.error is not None and index not in read.late) or index in read.landed:
+                if (read.error is not None and index not in read.late) or index in read.landed:
                     continue
                 for local, _, _ in piece:
                     found, start = self._find(local, 1)
@@ -288,7 +287,7 @@ class SimulatedTransport:
         if source is None:
             if read.error is None:
                 self._lost.add(read.agent)
-                self._fail(read, settled=False, lost=True)
+                self._fail(read, settled=self._fabric.proves_over, lost=True)
             return
         if self._fabric.kind == "tcp" and not source._mover.serves and read.error is None:
             source.waiting.append((self, read, index))
@@ -310,7 +309,7 @@ class SimulatedTransport:
     def _fail(self, read: Read, *, settled: bool, lost: bool) -> None:
         text = f"cannot read from agent {read.agent}: simulated failure"
         read.error = TransportError(text, settled=settled, lost=lost)
-        if not (lost and self._fabric.proves_over) and not settled:
+        if not settled:
             self.on_doubt(read)
             for index in range(len(read.pieces)):
                 if self._fabric.rng.random() < 0.5:

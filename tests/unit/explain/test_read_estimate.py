@@ -10,7 +10,7 @@ from kvxferd.explain.analysis import explain_pair
 from kvxferd.explain.read_estimate import DEFAULT_LINK, LINKS, ReadEstimate
 from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import GroupKind, PackedBlocks, pack_ids
-from kvxferd.mover.process.covering import CoverSlicer
+from kvxferd.mover.chunks.covering import CoverSlicer
 from kvxferd.plan import Plan
 from kvxferd.plan.covering import CoverExpander
 from kvxferd.plan.read_costs import CHUNK_TAIL_BYTES, START_COPY_BYTES_PER_S

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from kvxferd.errors import Code
+from kvxferd.ids import AgentName
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.disconnects import (
     provable_transports,
     transports_prove_over,
     ucx_tls_proves_over,
 )
-from kvxferd.mover.process import pull_engine
-from kvxferd.mover.supervisor.stderr_reader import StderrReader
 from kvxferd.mover.transport.base import TransportError
+from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary
+from kvxferd.mover.transport.runs import single_run
+from kvxferd.mover.transport.ucx_lines import MAX_LINE_BYTES, UcxLines, open_output
 from kvxferd.ucx_log import TransportsUsed, parse_transports
-from kvxferd.wire.mover import DisconnectSeen
-from tests.support.pull_engine_harness import Bench, scattered
 
 LINE = "a %s cfg#1 %s"
 
@@ -100,90 +102,140 @@ def test_what_a_transport_proves_is_a_property_of_backend_and_parameters(
     assert bool(provable_transports(backend)) is is_over
 
 
-# --- in the pull engine
+# --- the lines of this process
+
+LOGGED = "[1700000000.123456] [host:4711 :0] ucp_worker.c:1997 UCX  %s  n %s cfg#1 %s\n"
+TCP = LOGGED % ("INFO", "intra-node", "am(tcp/lo) ka(tcp/lo)")
+CARD = LOGGED % ("INFO", "inter-node", "am(rc_mlx5/mlx5_0:1)")
 
 
-def lose(bench: Bench) -> None:
-    """The next read from the second agent loses its connection, and what that proves is not known here."""
-    bench.fabric.polls_per_read = 2
-    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=False, lost=True)
+class Output:
+    """A mover's standard output, and what the mover reads of it."""
 
+    def __init__(self) -> None:
+        self.writing, self.reading = open_output()
+        self.lines = UcxLines(self.reading, DEFAULT_BACKEND)
 
-def asked(bench: Bench) -> list[int]:
-    return [message.number for message in bench.reported if isinstance(message, DisconnectSeen)]
+    def log(self, text: str) -> None:
+        os.write(self.writing, text.encode())
 
-
-def test_a_pull_waits_for_the_answer_and_then_is_finished(bench: Bench) -> None:
-    lose(bench)
-    number = bench.start(scattered(8))
-    bench.run()
-    assert not bench.outcomes()
-    (request,) = asked(bench)
-    bench.disconnects.handle_reply(request, True)
-    bench.run()
-    outcome = bench.outcomes()[number]
-    assert (outcome.finished, outcome.code, outcome.agent) == (True, Code.TRANSPORT, bench.agents[1])
-
-
-def test_what_is_not_proved_is_in_doubt_until_the_mover_is_dead(bench: Bench) -> None:
-    lose(bench)
-    number = bench.start(scattered(8))
-    bench.run()
-    (request,) = asked(bench)
-    bench.disconnects.handle_reply(request, False)
-    bench.run()
-    outcome = bench.outcomes()[number]
-    assert (outcome.finished, outcome.quiesced_follows) == (False, False)
-    assert bench.quiet() == []
-    other = bench.start(scattered(8))
-    bench.run()
-    assert bench.outcomes()[other].delivered, "other pulls go on"
-
-
-def test_an_answer_that_takes_long_ends_the_doubt(bench: Bench) -> None:
-    lose(bench)
-    number = bench.start(scattered(8))
-    bench.run()
-    bench.now += pull_engine.FAILED_PULL_WAIT_S
-    bench.run()
-    outcome = bench.outcomes()[number]
-    assert (outcome.finished, outcome.quiesced_follows) == (False, True)
-    (request,) = asked(bench)
-    bench.disconnects.handle_reply(request, True)
-    bench.disconnects.handle_reply(request, False)  # a second answer says nothing
-    bench.disconnects.handle_reply(99, False)
-    bench.run()
-    assert bench.quiet() == [number]
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes."""
+        return os.fstat(self.reading).st_blocks * 512
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def output() -> Iterator[Output]:
+    made = Output()
+    yield made
+    os.close(made.writing)
+    os.close(made.reading)
 
 
-# --- the log
+@pytest.mark.parametrize(
+    ("logged", "is_over"),
+    [
+        ([], False),
+        ([TCP], True),
+        ([TCP, "something else\n", TCP], True),
+        ([TCP, CARD], False),
+        ([CARD, TCP], False),
+        ([TCP, CARD[:-1]], False),  # it is being written
+        ([TCP, CARD[:30]], False),
+        ([TCP[:70], TCP[70:]], True),
+        ([TCP, "half a sentence " + TCP], False),  # whose it is cannot be read
+        ([TCP, LOGGED % ("INFO", "inter-node", "am(tcp/lo) odd<rc/x>")], False),
+        ([TCP, LOGGED % ("INFO", "over-the-moon", "am(tcp/lo)")], False),
+        ([TCP, LOGGED % ("WARN", "inter-node", "am(tcp/lo)")], False),
+        ([TCP, "x" * MAX_LINE_BYTES + CARD[:-20], CARD[-20:], TCP], False),  # it is cut
+    ],
+)
+def test_a_disconnect_proves_what_the_lines_until_then_prove(
+    output: Output, logged: list[str], is_over: bool
+) -> None:
+    for text in logged:
+        output.log(text)
+        output.lines.read()
+    assert output.lines.prove_over() is is_over
 
 
-async def test_lines_that_may_be_lost_or_cannot_be_read_are_told() -> None:
-    losses: list[int] = []
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    complaints = StderrReader(reading, lambda line: None, lambda: losses.append(1))
-    os.write(writing, b"[1700000000.1] [h:1 :0] ucp_worker.c:1 UCX  INFO  a self cfg#0 am(tcp/lo)\n")
-    complaints.read_available()
-    assert not losses
-    os.write(
-        writing, b"half a sentence [1700000000.1] [h:1 :0] ucp_worker.c:1 UCX  INFO  a self cfg#0 am(rc/m)\n"
-    )
-    complaints.read_available()
-    assert len(losses) == 1
-    line = b"x" * 200 + b"\n"
-    try:
-        while True:
-            os.write(writing, line)
-    except BlockingIOError:
+def test_a_line_that_was_not_read_before_counts(output: Output) -> None:
+    output.log(TCP)
+    assert output.lines.prove_over()
+    output.log(CARD)
+    assert not output.lines.prove_over()
+    output.lines.take_new()
+    output.log(TCP)
+    assert not output.lines.prove_over(), "the card's connection may still write"
+
+
+class FakeAgent:
+    """An agent of the library: whatever it posts fails."""
+
+    def __init__(self, error: str) -> None:
+        self.agent = Output  # anything that can be referred to weakly
+        self._error = type(error, (Exception,), {})
+
+    def create_backend(self, name: str, parameters: dict[str, str]) -> None:
         pass
-    complaints.read_available()
-    assert len(losses) > 1
-    os.close(writing)
-    complaints.close()
+
+    def get_xfer_descs(self, rows: object, mem_type: str) -> object:
+        return rows
+
+    def initialize_xfer(self, *arguments: object) -> object:
+        return arguments
+
+    def transfer(self, request: object) -> str:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "logged", "lost", "settled"),
+    [
+        ("nixlRemoteDisconnectError", TCP, True, True),
+        ("nixlRemoteDisconnectError", TCP + CARD, True, False),
+        ("nixlRemoteDisconnectError", None, True, False),  # a resident mover has no lines of its own
+        ("nixlBackendError", TCP, False, False),
+    ],
+)
+def test_only_a_disconnect_over_known_transports_settles_a_read(
+    output: Output,
+    monkeypatch: pytest.MonkeyPatch,
+    error: str,
+    logged: str | None,
+    lost: bool,
+    settled: bool,
+) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    api = SimpleNamespace(
+        nixl_agent_config=lambda **settings: None, nixl_agent=lambda name, config: FakeAgent(error)
+    )
+    lines = output.lines if logged is not None else None
+    transport = NixlTransport(TransferLibrary(api, "fake"), AgentName("me"), ucx_lines=lines)
+    output.log(logged or "")
+    with pytest.raises(TransportError) as raised:
+        transport.post(AgentName("there"), single_run(1, 2, 3))
+    assert (raised.value.lost, raised.value.settled) == (lost, settled)
+
+
+def test_each_kind_of_connection_is_taken_once(output: Output) -> None:
+    output.log(TCP)
+    assert output.lines.take_new() == []
+    output.lines.read()
+    assert [used.transports for used in output.lines.take_new()] == [("tcp/lo",)]
+    output.log(CARD)
+    output.lines.read()
+    assert [used.reach for used in output.lines.take_new()] == ["network"]
+    assert output.lines.take_new() == []
+
+
+def test_no_line_is_lost_and_none_is_kept_in_memory(
+    output: Output, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(20_000):
+        output.log(CARD)
+    output.lines.read()
+    assert len(output.lines.take_new()) == 20_000
+    assert output.num_bytes <= 2 * mmap.PAGESIZE
+    assert capfd.readouterr().err == CARD * 20_000

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvxferd.ids import Rank, RegionId
-from kvxferd.mover.process.covering import CoverSlicer
+from kvxferd.mover.chunks.covering import CoverSlicer
 from kvxferd.plan import Plan
 from kvxferd.plan.covering import (
     FORM_OVERHEAD_BYTES,

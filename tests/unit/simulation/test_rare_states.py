@@ -120,7 +120,7 @@ plant(Mutant(name="planted", promise="", old=OLD, new=NEW))
 rare_states.start()
 from kvxferd.core.sink.pull import TRANSITIONS, PullPhase, PullTrigger
 from kvxferd.client.pulls import MOVES
-from kvxferd.mover.process.chunks import MOVES as CHUNK_MOVES, ChunkState
+from kvxferd.mover.chunks.chunk_pool import MOVES as CHUNK_MOVES, ChunkState
 
 def move():
     (PullPhase.WAITING, PullTrigger.POST) in TRANSITIONS
@@ -156,7 +156,7 @@ def test_processes_count_for_themselves_with_a_mutant_too() -> None:
     phases, met, of_child, error = json.loads(done.stdout)
     edges = [
         "core/sink/pull.py module: TRANSITIONS -> PullPhase.WAITING + PullTrigger.POST",
-        "mover/process/chunks.py module: MOVES -> ChunkState.FREE + ChunkState.READING",
+        "mover/chunks/chunk_pool.py module: MOVES -> ChunkState.FREE + ChunkState.READING",
     ]
     assert phases == ["stopping", "stopping"]
     assert met == dict.fromkeys(edges, 2)

@@ -99,7 +99,7 @@ def unbounded(of: inspect.Type, field: str, seen: set[type]) -> Iterator[str]:
                     yield from unbounded(part.type, f"{of.cls.__name__}.{part.name}", seen)
         case (
             inspect.IntType() | inspect.FloatType() | inspect.BoolType() | inspect.NoneType()
-            | inspect.EnumType()
+            | inspect.EnumType() | inspect.LiteralType()
         ):  # fmt: skip
             pass
         case _:  # raw, any, and what is not thought of yet

@@ -111,7 +111,7 @@ def a_mover_that_never_stops(scene: Scene) -> str:
 
 @attack("worker", limit_s=60.0)
 def a_mover_that_does_not_read(scene: Scene) -> str:
-    """A resident mover sends a hundred thousand requests, and reads none of the replies."""
+    """A resident mover sends a hundred thousand messages that are void of it, and reads nothing."""
     boot = scene.send_request("status", node="a")["boot"]
     one = MoverByHand(scene, "deaf")
     one.say(mover.MoverUp(agent=f"{boot}/deaf", library="nixl 1", pid=1))
@@ -119,8 +119,8 @@ def a_mover_that_does_not_read(scene: Scene) -> str:
     one.say(mover.Bound(regions=one.addresses, metadata=b"m"))
     scene.rest(0.3)
     for number in range(5):
-        request = mover.ChunkMemoryRequest(num_wanted=1) if number % 2 else mover.DisconnectSeen(number=1)
-        one.push(frame(request) * 20_000)
+        seen = mover.TransportsSeen(reach="node", transports=("tcp/lo",), is_fully_parsed=True)
+        one.push(frame(mover.ChunkMemoryRequest(num_wanted=1) if number % 2 else seen) * 20_000)
     scene.rest(1.0)
     return ""
 

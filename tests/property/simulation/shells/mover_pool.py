@@ -17,12 +17,10 @@ from typing import assert_never
 
 from kvxferd.errors import MoverError
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.forkserver_protocol import Forked, LibraryLoaded
 from kvxferd.mover.supervisor import pool_effects as fx
 from kvxferd.mover.supervisor import pool_events as ev
 from kvxferd.mover.supervisor.pool_decisions import PoolDecisions
-from kvxferd.wire.common import Message
 from kvxferd.wire.mover import FromMover, MoverUp
 from tests.property.simulation.agenda import Actor, Agenda, Pipe
 from tests.property.simulation.shells.processes import SimulatedProcess
@@ -57,12 +55,8 @@ class SimulatedPool:
         mover_ids: Iterator[int],
         on_exit: Callable[[MoverId], None],
         on_message: Callable[[MoverId, FromMover], None] = lambda mover, message: None,
-        on_send: Callable[[MoverId, Message], None] = lambda mover, message: None,
-        backend: Backend = DEFAULT_BACKEND,
     ) -> None:
-        self.decisions = PoolDecisions(
-            size=size, backend=backend, mover_ids=mover_ids, new_agent=self._new_agent
-        )
+        self.decisions = PoolDecisions(size=size, mover_ids=mover_ids, new_agent=self._new_agent)
         self.forkserver: SimulatedProcess | None = None
         self.handles: dict[MoverId, SimulatedHandle] = {}
         self.is_stopped = False
@@ -73,7 +67,6 @@ class SimulatedPool:
         self._pids = itertools.count(1000)
         self._on_exit = on_exit
         self._on_message = on_message
-        self._on_send = on_send
         self._on_result: dict[int, Callable[[SimulatedHandle | MoverError], None]] = {}
         self._requests = itertools.count(1)
         self._events: deque[ev.PoolEvent] = deque()
@@ -144,8 +137,6 @@ class SimulatedPool:
                 self._on_result.pop(effect.request)(self.handles[effect.mover])
             case fx.RefuseRequest():
                 self._on_result.pop(effect.request)(effect.error)
-            case fx.SendMessage():
-                self._on_send(effect.mover, effect.message)
             case fx.KillProcess():
                 if handle := self.handles.get(effect.mover):
                     handle.process.kill()
@@ -155,9 +146,7 @@ class SimulatedPool:
                 self._on_exit(effect.mover)
             case fx.ReportStopped():
                 self.is_stopped = True
-            case (
-                fx.DiscardMover() | fx.ReportTransports() | fx.ReportForkserverDeath() | fx.ReportEarlyDeath()
-            ):
+            case fx.DiscardMover() | fx.ReportForkserverDeath() | fx.ReportEarlyDeath():
                 pass
             case _:
                 assert_never(effect)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.core.events import MoverMessage, TransportsSeen
+from kvxferd.core.events import MoverMessage
 from kvxferd.records import PlacementRecord, RankSnapshot, TransportsRecord
 from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import MeasuredPlacement
-from kvxferd.wire.mover import ProbeResult
+from kvxferd.wire.mover import ProbeResult, TransportsSeen
 from tests.support.simulation import Worker, World, mover_of, spec_of
 
 ITSELF = TransportsUsed("itself", ("tcp/lo", "cma/memory"))
@@ -29,8 +29,14 @@ def prove(worker: Worker, placement: MeasuredPlacement) -> None:
     worker.world.feed(worker.host, MoverMessage(mover_of(worker).mover, ProbeResult(placement=placement)))
 
 
+def seen(lanes: TransportsUsed) -> TransportsSeen:
+    return TransportsSeen(
+        reach=lanes.reach, transports=lanes.transports, is_fully_parsed=lanes.is_fully_parsed
+    )
+
+
 def connect(worker: Worker, lanes: TransportsUsed) -> None:
-    worker.world.feed(worker.host, TransportsSeen(mover_of(worker).mover, lanes))
+    worker.world.feed(worker.host, MoverMessage(mover_of(worker).mover, seen(lanes)))
 
 
 def records(worker: Worker, kind: type) -> list:
@@ -89,6 +95,14 @@ def test_another_mover_starts_with_nothing_known(worker):
     assert (found.proved, found.lanes, rank(worker).lanes) == (False, "", ())
 
 
+def test_a_resident_movers_transports_are_not_believed(worker):
+    found = worker.host.node.movers.get(mover_of(worker).mover)
+    assert found is not None
+    found.resident = True
+    connect(worker, ITSELF)
+    assert rank(worker).lanes == ()
+
+
 def test_what_a_dead_mover_found_is_void(worker):
     number = mover_of(worker).mover
     mover_of(worker).die()
@@ -96,6 +110,6 @@ def test_what_a_dead_mover_found_is_void(worker):
     worker.world.feed(
         worker.host, MoverMessage(number, ProbeResult(placement=MeasuredPlacement(gigabytes_per_s=9.0)))
     )
-    worker.world.feed(worker.host, TransportsSeen(number, ITSELF))
+    worker.world.feed(worker.host, MoverMessage(number, seen(ITSELF)))
     assert rank(worker).lanes == ()
     assert records(worker, PlacementRecord) == []

@@ -11,11 +11,11 @@ import pytest
 from kvxferd.frame_socket import FrameSocket, dup_fds
 from kvxferd.ids import AgentName, RegionId
 from kvxferd.memory import SealedMemory
+from kvxferd.mover.chunks import chunk_pool
+from kvxferd.mover.chunks.chunk_pool import ChunkState
 from kvxferd.mover.process import backoff
-from kvxferd.mover.process import chunks as chunk_pool
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.child_main import MoverCount
-from kvxferd.mover.process.chunks import ChunkState
 from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.wire.codec import encode
 from kvxferd.wire.mover import Bind, ReadWay

@@ -10,7 +10,6 @@ import pytest
 
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.mover.backends import DEFAULT_BACKEND
 from kvxferd.mover.forkserver_protocol import Forked, ForkFailed, LibraryLoaded, LibraryUnavailable
 from kvxferd.mover.supervisor import pool_effects as effects
 from kvxferd.mover.supervisor import pool_events as events
@@ -22,11 +21,9 @@ from kvxferd.mover.supervisor.pool_decisions import (
     START_TIMEOUT_S,
     PoolDecisions,
 )
-from kvxferd.ucx_log import UcxLine
-from kvxferd.wire.mover import DisconnectJudged, DisconnectSeen, MoverUp, Polling
+from kvxferd.wire.mover import MoverUp, Polling
 
 ONE, TWO = MoverId(1), MoverId(2)
-CMA = "NAME intra-node cfg#1 rma(cma/memory)"
 
 
 class Pool:
@@ -34,9 +31,7 @@ class Pool:
 
     def __init__(self, size: int = 0, library: bool = True) -> None:
         names = (AgentName(f"boot/{number}") for number in itertools.count(1))
-        self.decisions = PoolDecisions(
-            size=size, backend=DEFAULT_BACKEND, mover_ids=itertools.count(1), new_agent=names.__next__
-        )
+        self.decisions = PoolDecisions(size=size, mover_ids=itertools.count(1), new_agent=names.__next__)
         self.now = 0.0
         assert self.feed(events.Started()) == [effects.StartForkserver()]
         if library:
@@ -236,31 +231,6 @@ def test_without_a_library_every_request_is_refused_and_nothing_is_restarted() -
 def test_a_forkserver_that_answers_what_was_not_requested_is_killed(message: Forked | ForkFailed) -> None:
     pool = Pool(size=1)
     assert kinds(pool.feed(message)) == ["KillForkserver"]
-
-
-def test_two_movers_of_one_process_id_prove_nothing() -> None:
-    """The exit of the first is not noticed yet: its id is used again."""
-    pool = Pool(size=0)
-    pool.feed(events.MoverRequested(1))
-    pool.make_ready(ONE, pid=100)
-    pool.feed(events.UcxLineRead(UcxLine(100, "INFO", CMA)))
-    seen = events.MoverReported(ONE, DisconnectSeen(number=5))
-    assert pool.feed(seen) == [effects.SendMessage(ONE, DisconnectJudged(number=5, over=True))]
-    pool.feed(events.MoverRequested(2))
-    pool.feed(Forked(mover=TWO, pid=100))
-    pool.report_up(TWO)
-    for mover in (ONE, TWO):
-        seen = events.MoverReported(mover, DisconnectSeen(number=5))
-        assert pool.feed(seen) == [effects.SendMessage(mover, DisconnectJudged(number=5, over=False))]
-
-
-def test_lines_that_arrive_before_their_mover_are_reported_once_it_is_assigned() -> None:
-    pool = Pool()
-    pool.feed(events.MoverRequested(1))
-    pool.feed(events.UcxLineRead(UcxLine(100, "INFO", CMA)))
-    assert kinds(pool.make_ready(ONE, pid=100)) == ["AssignMover", "ReportTransports"]
-    assert kinds(pool.feed(events.UcxLineRead(UcxLine(100, "INFO", CMA)))) == ["ReportTransports"]
-    assert pool.feed(events.UcxLineRead(UcxLine(101, "INFO", CMA))) == []
 
 
 def test_only_assigned_movers_are_reported() -> None:

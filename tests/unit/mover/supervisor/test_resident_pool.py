@@ -11,9 +11,11 @@ import sys
 
 import pytest
 
+from kvxferd.errors import Code, MoverError
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.frame_stream import MAX_FRAMES_PER_TURN, MAX_UNSENT_BYTES
 from kvxferd.ids import AgentName, BootId, GroupName, MoverId
+from kvxferd.mover.supervisor import resident_pool
 from kvxferd.mover.supervisor.forkserver_client import _stderr_pipe
 from kvxferd.mover.supervisor.resident_pool import ResidentHandle, ResidentPool
 from kvxferd.wire.codec import encode
@@ -90,6 +92,69 @@ async def test_one_that_does_not_read_is_cut_off_and_its_rank_has_lost_it() -> N
             pass
         link.close()
         assert await got.get() == handle.mover_id
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("here/free", None),
+        ("here/used", Code.OUT_OF_PLACE),
+        ("elsewhere/free", Code.OUT_OF_PLACE),
+        ("", Code.MOVER_LOST),  # it ends before its agent is made
+        ("late", Code.MOVER_LOST),
+    ],
+)
+async def test_one_is_accepted_with_an_agent_of_its_own_in_time(
+    monkeypatch: pytest.MonkeyPatch, name: str, code: Code | None
+) -> None:
+    got: asyncio.Queue[object] = asyncio.Queue()
+    if name == "late":
+        monkeypatch.setattr(resident_pool, "UP_TIMEOUT_S", 0.01)
+    pool = ResidentPool(
+        boot=BootId("here"),
+        mover_ids=itertools.count(1),
+        is_name_used=lambda agent: agent == "here/used",
+        on_message=lambda mover, message: got.put_nowait(message),
+        on_exit=got.put_nowait,
+    )
+    ours, theirs = socket.socketpair()
+    pool.accept(ours, (os.getpid(), -1), got.put_nowait)
+    link = FrameSocket(theirs)
+    if not name:
+        link.close()
+    elif name != "late":
+        link.send(encode(MoverUp(agent=AgentName(name), library="nixl", pid=os.getpid())))
+        link.flush()
+    async with asyncio.timeout(30):
+        result = await got.get()
+        if code is None:
+            assert isinstance(result, ResidentHandle)
+            link.close()
+            assert await got.get() == result.mover_id
+        else:
+            assert isinstance(result, MoverError)
+            assert result.code is code
+            assert ours.fileno() < 0
+    pool.close()
+    link.close()
+    assert got.empty()
+
+
+async def test_a_daemon_that_stops_refuses_those_that_start() -> None:
+    results: list[object] = []
+    pool = ResidentPool(
+        boot=BootId("here"),
+        mover_ids=itertools.count(1),
+        is_name_used=lambda agent: False,
+        on_message=lambda mover, message: None,
+        on_exit=results.append,
+    )
+    ours, theirs = socket.socketpair()
+    pool.accept(ours, (os.getpid(), -1), results.append)
+    pool.close()
+    assert [type(result) for result in results] == [MoverError]
+    assert theirs.recv(1) == b""
+    theirs.close()
 
 
 # --- what the movers' parent and its movers write to standard error

@@ -4,8 +4,8 @@ It does no I/O but the transport's. `step` is called for as long as `is_busy`; m
 `outbox`. What a failed read proves, and what the engine does about it:
 
 * The library refuses an address or an agent: nothing was posted.
-* A connection is lost: every read from that agent is over where the transports prove it, which the daemon
-  decides (`disconnect_requests`); otherwise it is as any other failure.
+* A connection is lost: every read from that agent is over where the transports prove it (`ucx_lines`);
+  otherwise it is as any other failure.
 * Any other failure of a posted read proves nothing: the pull ends with ``finished=False``, and no
   `PullQuiesced` follows, because the library has no way to ask again. Only this mover's death ends the doubt.
 
@@ -28,19 +28,18 @@ import msgspec
 
 from kvxferd.errors import Code, DeviceError, KvxferdError
 from kvxferd.ids import AgentName, Digest, PullId, Rank, RegionId
-from kvxferd.mover.process.chunks import ChunkPool
-from kvxferd.mover.process.covering import CoverSlicer
-from kvxferd.mover.process.covering_reads import CoveringReads, as_transport_error
-from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.process.pull_state import InflightRead, LoadedPlan, PullFailure, PullState
-from kvxferd.mover.process.region_map import RegionMap, is_plain
-from kvxferd.mover.process.remote_agents import RemoteAgents
-from kvxferd.mover.process.scatterer import InlineScatterer, Scatterer
-from kvxferd.mover.process.slices import SliceBudget
-from kvxferd.mover.process.warmup import ConnectionWarmup
+from kvxferd.mover.chunks.chunk_pool import ChunkPool
+from kvxferd.mover.chunks.covering import CoverSlicer
+from kvxferd.mover.chunks.device_scatter import DeviceScatterer
+from kvxferd.mover.chunks.scatterer import InlineScatterer, Scatterer
+from kvxferd.mover.chunks.slices import SliceBudget
+from kvxferd.mover.reads.covering_reads import CoveringReads, as_transport_error
+from kvxferd.mover.reads.pull_state import InflightRead, LoadedPlan, PullFailure, PullState
+from kvxferd.mover.reads.region_map import RegionMap, is_plain
+from kvxferd.mover.reads.remote_agents import RemoteAgents
+from kvxferd.mover.reads.warmup import ConnectionWarmup
 from kvxferd.mover.transport.base import HOST, ReadKinds, Transport, TransportError
 from kvxferd.mover.transport.buffers import WordSlots
-from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.runs import single_run
 from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
 from kvxferd.plan.covering import MAX_STRETCHES, CoveredRank, CoverExpander
@@ -83,21 +82,18 @@ class PullEngine:
         *,
         clock: Callable[[], float] = time.perf_counter,
         max_runs: int = MAX_RUNS,
-        disconnects: DisconnectRequests | None = None,
+        outbox: deque[FromMover] | None = None,
         scatterer: Scatterer | None = None,
     ) -> None:
         """`chunks`: for covering reads. `max_runs`: about how many runs of a pull are expanded at a time."""
-        self._disconnects = DisconnectRequests() if disconnects is None else disconnects
-        self.outbox: deque[FromMover] = self._disconnects.outbox
+        self.outbox: deque[FromMover] = deque() if outbox is None else outbox
         self.remote_agents = RemoteAgents(transport)
         self._transport = transport
         self._clock = clock
         self._max_runs = max_runs
         self._word_slots = WordSlots(transport)
         self._costs = CostModel()
-        self._warmup = ConnectionWarmup(
-            transport, self.remote_agents, self._word_slots, self._disconnects, clock
-        )
+        self._warmup = ConnectionWarmup(transport, self.remote_agents, self._word_slots, clock)
         self._flush: Callable[[], None] | None = None
         self._region_addresses: Mapping[RegionId, int] = {}
         self._region_map: RegionMap | None = None
@@ -110,7 +106,6 @@ class PullEngine:
         self._covering = CoveringReads(
             transport,
             self.remote_agents,
-            self._disconnects,
             clock,
             chunks,
             InlineScatterer(clock) if scatterer is None else scatterer,
@@ -466,28 +461,18 @@ class PullEngine:
 
     def _on_read_failed(self, pull: PullState, agent: AgentName, error: Exception) -> None:
         failure = as_transport_error(agent, error)
-        lost, settled, message = failure.lost, failure.settled, failure.message
-        self.remote_agents.read_ended(agent, lost)
-        if lost:
+        self.remote_agents.read_ended(agent, failure.lost)
+        if failure.lost:
             self._budgets.pop(agent, None)
-        if lost and not settled:
-            pull.num_awaiting_disconnect_reply += 1
-            self._disconnects.request(lambda over: self._on_disconnect_reply(pull, over))
-        else:
-            pull.in_doubt |= not settled
-        pull.fail(PullFailure(Code.TRANSPORT, message, self._clock(), agent))
-
-    @staticmethod
-    def _on_disconnect_reply(pull: PullState, over: bool) -> None:
-        pull.num_awaiting_disconnect_reply -= 1
-        pull.in_doubt |= not over
+        pull.in_doubt |= not failure.settled
+        pull.fail(PullFailure(Code.TRANSPORT, failure.message, self._clock(), agent))
 
     def _finish_if_over(self, pull: PullState) -> bool:
         """Report a pull that has ended, and forget it once none of its reads writes any more."""
         now = self._clock()
         if pull.failure is not None and pull.covering:
             self._covering.let_go(pull)
-        if pull.inflight or pull.covering or (pull.num_awaiting_disconnect_reply and not pull.in_doubt):
+        if pull.inflight or pull.covering:
             failure = pull.failure
             if (
                 failure is None

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.process.remote_agents import RemoteAgents
+from kvxferd.mover.reads.remote_agents import RemoteAgents
 from kvxferd.mover.transport.base import ReadHandle, Transport, TransportError
 from kvxferd.mover.transport.buffers import WordSlots
-from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.runs import single_run
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 
@@ -39,13 +38,11 @@ class ConnectionWarmup:
         transport: Transport,
         remotes: RemoteAgents,
         word_slots: WordSlots,
-        disconnects: DisconnectRequests,
         clock: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._remotes = remotes
         self._word_slots = word_slots
-        self._disconnects = disconnects
         self._clock = clock
         self._reads: list[_WarmupRead] = []
         self._started: set[AgentName] = set()
@@ -99,5 +96,3 @@ class ConnectionWarmup:
         self._remotes.read_ended(agent, error.lost)
         if error.settled:  # otherwise something may still land there
             self._word_slots.release(slot)
-        elif error.lost:
-            self._disconnects.request(lambda over: self._word_slots.release(slot) if over else None)

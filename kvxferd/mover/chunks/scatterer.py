@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Protocol
 
-from kvxferd.mover.process.linux_process import prepare_thread
+from kvxferd.mover.linux_process import prepare_thread
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class ScatterJob:
         self._num_running = 0  # copies that a thread is at
         self.is_handed_out = False  # nothing is left to begin
         self.error: Exception | None = None  # set before it is over
-        # Only a GPU's driver leaves these in doubt; `kvxferd.mover.process.device_scatter`.
+        # Only a GPU's driver leaves these in doubt; `kvxferd.mover.chunks.device_scatter`.
         self.blocks_in_doubt = False  # a copy may still run although it is over
         self.chunk_in_doubt = False  # the network, or a copy, may still use the chunk
         self.elapsed_s = 0.0  # of its copies, of all threads

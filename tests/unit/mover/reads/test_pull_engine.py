@@ -10,9 +10,9 @@ import pytest
 from kvxferd.errors import Code, DeviceError
 from kvxferd.ids import Digest, PullId, Rank, RegionId
 from kvxferd.layout import PackedBlocks
-from kvxferd.mover.process import pull_engine
-from kvxferd.mover.process.pull_state import PullState
-from kvxferd.mover.process.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBudget, Slicer
+from kvxferd.mover.chunks.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBudget, Slicer
+from kvxferd.mover.reads import pull_engine
+from kvxferd.mover.reads.pull_state import PullState
 from kvxferd.mover.transport.base import TransportError
 from kvxferd.plan import Runs
 from kvxferd.wire.common import RegionAddress
@@ -152,6 +152,21 @@ def test_what_is_still_under_way_after_a_failure_is_told_later(bench: Bench) -> 
     bench.fabric.stalled.clear()
     bench.run()
     assert bench.quiet() == [number]
+    assert not bench.engine.is_busy
+
+
+def test_a_doubt_without_proof_outlasts_the_other_reads(bench: Bench) -> None:
+    bench.fabric.stalled.add(bench.agents[0])
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=False, lost=True)
+    number = bench.start(scattered(8))
+    bench.run()
+    bench.now += pull_engine.FAILED_PULL_WAIT_S
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert (outcome.finished, outcome.quiesced_follows) == (False, False)
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert bench.quiet() == []
     assert not bench.engine.is_busy
 
 

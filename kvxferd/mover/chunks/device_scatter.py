@@ -23,9 +23,9 @@ from kvxferd.errors import DeviceError
 from kvxferd.ids import RegionId
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import PAIRS_PER_LAUNCH, Driver, Rows
-from kvxferd.mover.process.chunks import Chunk
-from kvxferd.mover.process.covering import ChunkFill, PlacedStretches
-from kvxferd.mover.process.scatterer import ScatterJob
+from kvxferd.mover.chunks.chunk_pool import Chunk
+from kvxferd.mover.chunks.covering import ChunkFill, PlacedStretches
+from kvxferd.mover.chunks.scatterer import ScatterJob
 from kvxferd.mover.transport.base import MemoryKind, MemoryRange
 from kvxferd.plan.copy_patterns import CopyPattern, form_patterns
 from kvxferd.plan.run_shapes import Int64s

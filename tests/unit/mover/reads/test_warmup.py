@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.process.remote_agents import RemoteAgents
-from kvxferd.mover.process.warmup import WARMUP_TIMEOUT_S, ConnectionWarmup
+from kvxferd.mover.reads.remote_agents import RemoteAgents
+from kvxferd.mover.reads.warmup import WARMUP_TIMEOUT_S, ConnectionWarmup
 from kvxferd.mover.transport.base import MemoryRange, TransportError
 from kvxferd.mover.transport.buffers import WordSlots
-from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from tests.support.memory_transport import Fabric, MemoryTransport
 
 THERE = AgentName("there")
@@ -36,9 +35,7 @@ class Rig:
         self.remotes = RemoteAgents(here)
         self.remotes.load(THERE, self.metadata)
         self.scratch = WordSlots(here)
-        self.connecting = ConnectionWarmup(
-            here, self.remotes, self.scratch, DisconnectRequests(), lambda: self.now
-        )
+        self.connecting = ConnectionWarmup(here, self.remotes, self.scratch, lambda: self.now)
 
     @property
     def num_reads(self) -> int:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvxferd.errors import Code, DeviceError
 from kvxferd.ids import RegionId
 from kvxferd.memory.driver import PAIRS_PER_LAUNCH, Rows
-from kvxferd.mover.process.chunks import IDLE_S, ChunkState
-from kvxferd.mover.process.covering import ChunkFill, PlacedStretches, scatter
-from kvxferd.mover.process.device_scatter import LAUNCHES_PER_STEP, row_copies
+from kvxferd.mover.chunks.chunk_pool import IDLE_S, ChunkState
+from kvxferd.mover.chunks.covering import ChunkFill, PlacedStretches, scatter_pieces
+from kvxferd.mover.chunks.device_scatter import LAUNCHES_PER_STEP, row_copies
 from kvxferd.mover.transport.base import MemoryRange
 from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.plan.copy_patterns import form_patterns
@@ -236,8 +236,10 @@ def test_copies_of_rows_write_what_the_hosts_scatter_writes(data: st.DataObject)
     placed = PlacedStretches(stretches, offset)
     by_host, by_copies = (np.zeros(8 * stride, dtype=np.uint8) for _ in range(2))
     empty = np.empty(0, dtype=np.int64)
-    for _ in scatter(ChunkFill(empty, empty, empty, (placed,), 0), chunk, {RegionId("kv"): by_host}):
-        pass
+    for piece in scatter_pieces(
+        ChunkFill(empty, empty, empty, (placed,), 0), chunk, {RegionId("kv"): by_host}
+    ):
+        piece()
 
     region = RegionAddress(RegionId("kv"), 5000, len(by_copies))
     written = np.zeros(len(by_copies), dtype=int)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxferd.ids import RegionId
-from kvxferd.mover.process.region_map import RegionMap, is_plain, split_at_boundaries, split_by_memory
+from kvxferd.mover.reads.region_map import RegionMap, is_plain, split_at_boundaries, split_by_memory
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadKinds
 from kvxferd.plan import Runs
 from kvxferd.wire.common import RegionAddress

@@ -16,16 +16,15 @@ import numpy as np
 
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, RegionId
-from kvxferd.mover.process.chunks import Chunk, ChunkPool, ChunkState, HostChunk
-from kvxferd.mover.process.covering import Bytes, CoverSlicer, scatter_pieces
-from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.process.pull_state import CoveringRead, PullFailure, PullState, Unposted
-from kvxferd.mover.process.region_map import split_by_memory
-from kvxferd.mover.process.remote_agents import RemoteAgents
-from kvxferd.mover.process.scatterer import Scatterer, ScatterJob
-from kvxferd.mover.process.slices import SliceBudget
+from kvxferd.mover.chunks.chunk_pool import Chunk, ChunkPool, ChunkState, HostChunk
+from kvxferd.mover.chunks.covering import Bytes, CoverSlicer, scatter_pieces
+from kvxferd.mover.chunks.device_scatter import DeviceScatterer
+from kvxferd.mover.chunks.scatterer import Scatterer, ScatterJob
+from kvxferd.mover.chunks.slices import SliceBudget
+from kvxferd.mover.reads.pull_state import CoveringRead, PullFailure, PullState, Unposted
+from kvxferd.mover.reads.region_map import split_by_memory
+from kvxferd.mover.reads.remote_agents import RemoteAgents
 from kvxferd.mover.transport.base import HOST, MemoryKind, Transport, TransportError
-from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.plan.read_costs import CostModel, ReadShape
 from kvxferd.plan.stretches import StretchForm
 from kvxferd.wire.common import RegionAddress
@@ -43,7 +42,6 @@ class CoveringReads:
         self,
         transport: Transport,
         remote_agents: RemoteAgents,
-        disconnects: DisconnectRequests,
         clock: Callable[[], float],
         chunks: ChunkPool,
         scatterer: Scatterer,
@@ -53,7 +51,6 @@ class CoveringReads:
         """`budgets`, `costs`: of all slices, the direct reads' too."""
         self._transport = transport
         self._remote_agents = remote_agents
-        self._disconnects = disconnects
         self._clock = clock
         self._chunks = chunks
         self._scatterer = scatterer
@@ -283,15 +280,7 @@ class CoveringReads:
         self._remote_agents.read_ended(read.agent, failure.lost)
         if failure.lost:
             self._budgets.pop(read.agent, None)
-        if failure.settled:
-            self._move(read.chunk, ChunkState.FREE)
-        elif failure.lost:
-            self._move(read.chunk, ChunkState.IN_DOUBT)
-            self._disconnects.request(
-                lambda over: self._move(read.chunk, ChunkState.FREE if over else ChunkState.LOST)
-            )
-        else:
-            self._move(read.chunk, ChunkState.LOST)
+        self._move(read.chunk, ChunkState.FREE if failure.settled else ChunkState.LOST)
         if pull is not None:
             pull.fail(PullFailure(Code.TRANSPORT, failure.message, self._clock(), read.agent))
 

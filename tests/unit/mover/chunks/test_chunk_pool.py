@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxferd.ids import AgentName, Digest, PullId, Rank, RegionId
-from kvxferd.mover.process.chunks import IDLE_S, RETRY_S, SLOW_S, ChunkState
-from kvxferd.mover.process.covering import CoverSlicer
-from kvxferd.mover.process.pull_engine import MAX_INFLIGHT, STALLED_S
-from kvxferd.mover.process.scatterer import ScatterJob, ThreadScatterer
+from kvxferd.mover.chunks.chunk_pool import IDLE_S, RETRY_S, SLOW_S, ChunkState
+from kvxferd.mover.chunks.covering import CoverSlicer
+from kvxferd.mover.chunks.scatterer import ScatterJob, ThreadScatterer
+from kvxferd.mover.reads.pull_engine import MAX_INFLIGHT, STALLED_S
 from kvxferd.mover.transport.base import MemoryRange, TransportError
 from kvxferd.plan import encode_plan, make_plan
 from kvxferd.plan.covering import Stretches

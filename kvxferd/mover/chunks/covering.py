@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxferd.ids import RegionId
-from kvxferd.mover.process.slices import DESCRIPTOR_COST_BYTES, MAX_DESCRIPTORS
+from kvxferd.mover.chunks.slices import DESCRIPTOR_COST_BYTES, MAX_DESCRIPTORS
 from kvxferd.plan import Runs
 from kvxferd.plan.covering import Stretches
 from kvxferd.plan.run_shapes import Int64s
@@ -146,13 +146,6 @@ def scatter_pieces(
             few = stretches.slice(start, start + rows)
             begin = offset + start * size
             yield partial(_copy, few, chunk[begin : begin + len(few.remote) * size], target)
-
-
-def scatter(fill: ChunkFill, chunk: Bytes, regions: Mapping[RegionId, Bytes]) -> Iterator[None]:
-    """Copy a chunk into the blocks, and yield after each piece. Nothing is copied between two steps."""
-    for piece in scatter_pieces(fill, chunk, regions):
-        piece()
-        yield
 
 
 def _copy(stretches: Stretches, image: Bytes, target: Bytes) -> None:

@@ -1,8 +1,8 @@
 """The registered memory that covering reads land in, and who holds each part of it.
 
 A chunk whose read may still write it is never handed out again: it is draining until the read is terminal,
-in doubt until the daemon has judged a lost connection, and lost until the mover dies where nothing will
-ever prove that the read is over. The network writes chunks alone, so none of that touches an engine's blocks.
+and lost until the mover dies where nothing will ever prove that the read is over. The network writes chunks
+alone, so none of that touches an engine's blocks.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ class ChunkState(Enum):
     READING = auto()  # for a pull
     SCATTERING = auto()  # its read is terminal
     DRAINING = auto()  # its pull has ended before its read
-    IN_DOUBT = auto()  # its connection was lost: the daemon is asked whether the read is over
     LOST = auto()
 
 
 # The states in which a read is not over, and may be any time.
-_READ = frozenset({ChunkState.READING, ChunkState.DRAINING, ChunkState.IN_DOUBT})
+_READ = frozenset({ChunkState.READING, ChunkState.DRAINING})
 
 # A pair that is not here is a bug: a chunk would be used twice.
 MOVES = frozenset(
@@ -52,15 +51,11 @@ MOVES = frozenset(
         (ChunkState.READING, ChunkState.SCATTERING),
         (ChunkState.READING, ChunkState.FREE),  # refused, or failed and over
         (ChunkState.READING, ChunkState.DRAINING),
-        (ChunkState.READING, ChunkState.IN_DOUBT),
         (ChunkState.READING, ChunkState.LOST),
         (ChunkState.SCATTERING, ChunkState.FREE),
         (ChunkState.SCATTERING, ChunkState.LOST),  # a GPU's copy, of which nothing shows when it is done
         (ChunkState.DRAINING, ChunkState.FREE),
-        (ChunkState.DRAINING, ChunkState.IN_DOUBT),
         (ChunkState.DRAINING, ChunkState.LOST),
-        (ChunkState.IN_DOUBT, ChunkState.FREE),
-        (ChunkState.IN_DOUBT, ChunkState.LOST),
     }
 )
 
@@ -222,7 +217,7 @@ class ChunkPool:
         elif agent is not None:
             chunk.agent = agent
         # A read that drains counts from its post.
-        if state not in {ChunkState.DRAINING, ChunkState.IN_DOUBT, ChunkState.LOST}:
+        if state not in {ChunkState.DRAINING, ChunkState.LOST}:
             chunk.since = now
         chunk.state = state
         if state is ChunkState.FREE and len(self._chunks) > self._max_chunks:

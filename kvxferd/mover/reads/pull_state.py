@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, PullId, Rank, RegionId
-from kvxferd.mover.process.chunks import Chunk
-from kvxferd.mover.process.covering import ChunkFill, CoverSlicer
-from kvxferd.mover.process.region_map import RegionMap, split_by_memory
-from kvxferd.mover.process.scatterer import ScatterJob
-from kvxferd.mover.process.slices import SHORT_BYTES, Slicer
+from kvxferd.mover.chunks.chunk_pool import Chunk
+from kvxferd.mover.chunks.covering import ChunkFill, CoverSlicer
+from kvxferd.mover.chunks.scatterer import ScatterJob
+from kvxferd.mover.chunks.slices import SHORT_BYTES, Slicer
+from kvxferd.mover.reads.region_map import RegionMap, split_by_memory
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds
 from kvxferd.plan import Expander, Runs
 from kvxferd.plan.covering import CoveredRank, CoverExpander
@@ -96,7 +96,6 @@ class PullState:
     waits_for_chunk_since: float | None = None
     failure: PullFailure | None = None
     in_doubt: bool = False  # a read failed in a way that does not prove it is over
-    num_awaiting_disconnect_reply: int = 0  # reads whose connection was lost, and may be over
     started: bool = False
     are_writes_flushed: bool = False  # the GPU can see what was read into its memory
     reported: bool = False
@@ -233,9 +232,7 @@ class PullState:
         return PullOutcome(
             delivered=failure is None,
             started=self.started,
-            finished=not (
-                self.inflight or self.covering or self.in_doubt or self.num_awaiting_disconnect_reply
-            ),
+            finished=not (self.inflight or self.covering or self.in_doubt),
             quiesced_follows=not self.in_doubt,
             code=failure.code if failure else None,
             message=failure.message if failure else "",
