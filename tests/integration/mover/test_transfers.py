@@ -10,13 +10,7 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.ids import SessionId
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
-from kvxferd.wire.mover import (
-    FenceMapped,
-    LoadRemote,
-    MapFence,
-    SetPolling,
-    UnmapFence,
-)
+from kvxferd.wire.mover import FenceMapped, LoadRemote, MapFence, SetPolling, UnmapFence
 from tests.support.fence_page import SharedFencePage
 from tests.support.mover_harness import WORD, Connect, Node, Served, Worker, serve, sink, worker
 

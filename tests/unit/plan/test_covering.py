@@ -10,12 +10,7 @@ import pytest
 from kvxferd.ids import Rank, RegionId
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.plan import Plan
-from kvxferd.plan.covering import (
-    FORM_OVERHEAD_BYTES,
-    TABLE_OVERHEAD_BYTES,
-    CoveredRank,
-    CoverExpander,
-)
+from kvxferd.plan.covering import FORM_OVERHEAD_BYTES, TABLE_OVERHEAD_BYTES, CoveredRank, CoverExpander
 from kvxferd.plan.stretches import (
     MAX_FORMS,
     MAX_LENGTHS,

@@ -13,13 +13,7 @@ from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, Group, PackedBlocks, pack_ids, unpack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.layout.tensors import GroupKind
-from kvxferd.plan import (
-    PieceRules,
-    check_open_blocks,
-    check_request,
-    covered_tokens,
-    make_plan,
-)
+from kvxferd.plan import PieceRules, check_open_blocks, check_request, covered_tokens, make_plan
 from kvxferd.plan.block_list_checks import GroupRule
 
 NUM_BLOCKS = 4096
