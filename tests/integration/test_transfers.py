@@ -8,7 +8,7 @@ import pytest
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.processes import mappers_of
-from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 
 TRANSPORTS = [
@@ -43,16 +43,6 @@ def test_stages_on_two_nodes_are_one_engine_for_a_third(fleet: Fleet):
     (engine,) = home.status()["engines"]
     assert engine["complete"]
     assert [rank["state"] for rank in engine["ranks"]] == ["ready", "remote"]
-
-
-def test_a_released_transfer_is_never_delivered(fleet: Fleet):
-    daemon = fleet.shared("node")
-    source, sink = fleet.pair(daemon)
-    ref = publish([source], 1)
-    source.unpublish(ref)
-    assert source.await_event("Released")["why"] == "unpublished"
-    name, fields = sink.end_of(sink.pull(ref, ids_for(5, 16), TOKENS))
-    assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", "released", True)
 
 
 def test_a_rank_is_unmapped_when_its_worker_dies(fleet: Fleet):

@@ -210,7 +210,6 @@ PROOFS = (
         "gpu", 5, tests="tests/unit tests/integration -m gpu",
         needs=(GPU,), paths=(*MOVERS, "kvxferd/resident", "tests/integration/gpu"),
     ),
-    Proof("chaos-long", 60, "tests.proofs.chaos.long", "--faults 500", on_demand=True),
     Proof("soak", 30, "tests.proofs.chaos.soak", on_demand=True),
 )  # fmt: skip
 

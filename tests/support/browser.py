@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import os
 import shutil
@@ -87,11 +86,6 @@ class Page:
         await self.call(
             "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
         )
-
-    async def screenshot(self, path: Path) -> None:
-        """Write a picture of the page."""
-        result = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(result["data"]))
 
 
 @asynccontextmanager

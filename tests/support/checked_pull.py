@@ -28,7 +28,7 @@ def transfer(
     layout = in_pool(own)
     check_request(make_plan(spec, layout, source_spec, source), mine, theirs, num_tokens)
     addresses = place(source)
-    fill(movers.source.array, source, addresses, theirs)
+    fill(movers.source.worker.array, source, addresses, theirs)
     size = sum(region.size_bytes for region in own.regions)
     view = movers.sink.array[: size + 4096]  # and what lies behind it
     view[:] = np.random.default_rng(7).integers(0, 256, len(view), dtype=np.uint8)

@@ -24,8 +24,9 @@ from kvxferd.client import (
     connect,
 )
 from kvxferd.client.fence_slots import FencePageLike, FenceSlots
-from kvxferd.ids import Endpoint, EngineId, Generation, GroupName, Rank, RegionId, TransferId
-from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
+from kvxferd.ids import Endpoint, EngineId, Generation, Rank, RegionId, TransferId
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
 from tests.support.nodes.waiting import wait_until
@@ -34,29 +35,9 @@ from tests.support.scripted_daemon import WAIT_S, DaemonSide, Mover, ScriptedDae
 REGION = RegionId("kv")
 SIZE = 64 << 10
 SPEC = EngineSpec(engine_id=EngineId("decode-0"), generation=Generation("g1"), num_layers=1, num_kv_heads=2)
-LAYOUT = RankLayout(
-    start_layer=0,
-    end_layer=1,
-    groups=(Group(name=GroupName("full"), num_blocks=16, block_tokens=16),),
-    tensors=tuple(
-        CacheTensor(
-            layer=0,
-            component=component,
-            group=GroupName("full"),
-            region=REGION,
-            offset=offset,
-            block_stride=2048,
-            token_stride=128,
-            unit_stride=64,
-            units=(UnitRange(0, 2),),
-            chunk_bytes=64,
-        )
-        for component, offset in (("k", 0), ("v", SIZE // 2))
-    ),
-    regions=(RegionSpec(REGION, SIZE),),
+LAYOUT = attention_layout(
+    spec=SPEC, num_kv_heads=2, head_dim=32, block_tokens=16, num_blocks=16, layout="NHD"
 )
-
-
 REF = TransferRef(
     endpoint=Endpoint("tcp://10.0.0.9:7701"),
     engine_id=EngineId("prefill-0"),

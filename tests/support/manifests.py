@@ -17,7 +17,6 @@ import yaml
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 MIN_KUBECTL = (1, 27)
-WORKLOAD_KINDS = ("DaemonSet", "Deployment", "Pod")
 
 # What the kubelet would fill in.
 FIELDS = {"status.hostIP": "10.0.0.7", "status.podIP": "10.244.1.7", "spec.nodeName": "node-a"}

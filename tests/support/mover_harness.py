@@ -290,10 +290,15 @@ def worker(
         num_blocks=blocks,
         layout=layout,
     )
+    return worker_of(spec, own)
+
+
+def worker_of(spec: EngineSpec, layout: RankLayout) -> Worker:
+    """Start a rank of that layout, of one region; its memory is zeros."""
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    memory = SealedMemory.create(own.regions[0].size_bytes, "kvxferd-test")
+    memory = SealedMemory.create(layout.regions[0].size_bytes, "kvxferd-test")
     sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    return Worker(spec, own, memory, process, os.pidfd_open(process.pid), *sockets)
+    return Worker(spec, layout, memory, process, os.pidfd_open(process.pid), *sockets)
 
 
 def packed(ids: list[int] | range) -> dict[GroupName, PackedBlocks]:

@@ -4,85 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import socket
-import subprocess
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
-from kvxferd.ids import AgentName, GroupName, PullId, Rank, RegionId, SessionId
+from kvxferd.ids import AgentName, GroupName, PullId, Rank, RegionId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, RegionSpec
-from kvxferd.memory import SealedMemory
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.plan import encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
-from kvxferd.wire.limits import FENCE_PAGE_BYTES
-from kvxferd.wire.mover import (
-    Bind,
-    Bound,
-    FenceLocation,
-    FenceMapped,
-    LoadPlan,
-    LoadRemote,
-    MapFence,
-    Polling,
-    PullDone,
-    PullOutcome,
-    ReadWay,
-    SetPolling,
-    SourceRank,
-    StartPull,
-)
-from kvxferd.wire.worker import RegionExport
-from tests.support.fence_page import SharedFencePage
-from tests.support.mover_harness import Node
+from kvxferd.wire.mover import LoadPlan, LoadRemote, PullDone, PullOutcome, ReadWay, SourceRank, StartPull
+from tests.support.mover_harness import WORD, Node, Served, Worker, bind, serve, worker_of
 
 POOL = RegionId("pool")
 POOL_BYTES = 64 << 20
+# Of one large region, in which any layout finds its place.
+POOL_LAYOUT = RankLayout(0, 0, groups=(), tensors=(), regions=(RegionSpec(POOL, POOL_BYTES),))
 WAIT_S = 30.0
 T = TypeVar("T")
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Lists = Mapping[GroupName, PackedBlocks]
 
 
-class Side:
-    """A mover bound to one large region, in which any layout finds its place."""
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.memory = SealedMemory.create(POOL_BYTES, "kvxferd-random")
-        self.deliveries = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self.array: Bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8)
-        self.mover: MoverHandle
-        self.bound: Bound
-
-    async def bind(self, pidfd: int) -> None:
-        self.mover = await asyncio.wait_for(self.node.pool.acquire(), WAIT_S)
-        export = RegionExport(region=POOL, size_bytes=POOL_BYTES, fd_index=0)
-        fds = (self.memory.fd, self.deliveries[1].fileno(), pidfd)
-        self.mover.send(Bind(regions=(export,), read_way=self.node.read_way), fds)
-        self.bound = await self.node.received(self.mover, Bound)
-
-    @property
-    def address(self) -> int:
-        return self.bound.regions[0].address
-
-
 class Movers:
-    """The pair. Its event loop runs in a thread, so that hypothesis can call it."""
+    """The pair: `source` is read, `sink` reads. Its event loop runs in a thread, for hypothesis to call."""
+
+    source: Served
+    sink: Worker
 
     def __init__(self, read_way: ReadWay = ReadWay.DIRECT) -> None:
-        self._read_way = read_way
+        self._nodes = Node("source"), Node("sink", read_way=read_way)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._numbers = itertools.count(1)
-        self._process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-        self._pidfd = os.pidfd_open(self._process.pid)
+        self._mover: MoverHandle  # the sink's
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * WAIT_S)
@@ -92,37 +49,28 @@ class Movers:
         self.run(self._start())
 
     async def _start(self) -> None:
-        sink = Node("sink", read_way=self._read_way)
-        self.source, self.sink = Side(Node("source")), Side(sink)
-        for side in (self.source, self.sink):
-            await side.node.__aenter__()
-            await side.bind(self._pidfd)
-        self.page = SharedFencePage()
-        self.word = os.urandom(16)
-        self.page.write(0, self.word)
-        mover = self.source.mover
-        mover.send(MapFence(session=SessionId(1), size_bytes=FENCE_PAGE_BYTES), (self.page.fd,))
-        self.fence = await self.source.node.received(mover, FenceMapped)
-        mover.send(SetPolling(on=True, token=1))
-        await self.source.node.received(mover, Polling)
-        for metadata in (self.source.bound.metadata, self.fence.metadata):
-            self.sink.mover.send(LoadRemote(agent=mover.agent, metadata=metadata))
+        for node in self._nodes:
+            await node.__aenter__()
+        spec = EngineSpec("pool", "g1", num_layers=1)  # type: ignore[arg-type]
+        self.source = await serve(self._nodes[0], worker_of(spec, POOL_LAYOUT))
+        self.source.page.write(0, WORD)
+        self.sink = worker_of(spec, POOL_LAYOUT)
+        self._mover, _ = await bind(self._nodes[1], self.sink)
+        for metadata in (self.source.bound.metadata, self.source.fence.metadata):
+            self._mover.send(LoadRemote(agent=self.source.mover.agent, metadata=metadata))
 
     def stop(self) -> None:
         self.run(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._process.kill()
-        self._process.wait()
-        os.close(self._pidfd)
 
     async def _stop(self) -> None:
-        for side in (self.source, self.sink):
-            await side.node.__aexit__()
-            for end in side.deliveries:
-                end.close()
-        self.page.close()
+        for node in self._nodes:
+            await node.__aexit__()
+        self.source.close()
+        for rank in (self.source.worker, self.sink):
+            rank.close()
 
     # --- pulling
 
@@ -141,33 +89,30 @@ class Movers:
         """Plan, and have the real mover do it. `layout` is in the pool; `addresses` are offsets there."""
         plan = make_plan(spec, layout, remote_spec, remote)
         agent: AgentName = self.source.mover.agent
-        sources = tuple(
-            SourceRank(
-                rank,
-                agent,
-                tuple(
-                    RegionAddress(r.region, self.source.address + addresses[rank][r.region], r.size_bytes)
-                    for r in remote[rank].regions
-                ),
+        (pool,) = self.source.bound.regions
+        places = {
+            rank: tuple(
+                RegionAddress(r.region, pool.address + addresses[rank][r.region], r.size_bytes)
+                for r in remote[rank].regions
             )
             for rank in plan.sources
-        )
+        }
         number = PullId(next(self._numbers))
-        self.sink.mover.send(LoadPlan(digest=plan.digest, encoded=encode_plan(plan)))
+        self._mover.send(LoadPlan(digest=plan.digest, encoded=encode_plan(plan)))
         start = StartPull(
             pull=number,
             plan=plan.digest,
-            sources=sources,
+            sources=tuple(SourceRank(rank, agent, regions) for rank, regions in places.items()),
             local=dict(mine),
             remote=dict(theirs),
             num_tokens=num_tokens,
-            fence=FenceLocation(agent, self.fence.address, self.word),
+            fence=self.source.place(0, WORD),
         )
         return self.run(self._outcome(start))
 
     async def _outcome(self, start: StartPull) -> PullOutcome:
-        self.sink.mover.send(start)
-        done = await self.sink.node.received(self.sink.mover, PullDone)
+        self._mover.send(start)
+        done = await self._nodes[1].received(self._mover, PullDone)
         assert done.pull == start.pull
         return done.outcome
 

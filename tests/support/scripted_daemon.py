@@ -16,7 +16,7 @@ from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire import worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import Message
-from kvxferd.wire.framing import Frame, FrameDecoder, encode_frame
+from kvxferd.wire.framing import FrameDecoder, encode_frame
 
 WAIT_S = 10.0
 ENDPOINT = "tcp://10.0.0.1:7701"
@@ -80,18 +80,11 @@ class DaemonSide:
         return self._frames.popleft()
 
     def _read(self) -> bool:
-        chunk, frames = self._read_frames()
-        self._frames.extend((CLIENT_MESSAGES.decode(frame.payload), frame.fds) for frame in frames)
-        return bool(chunk)
-
-    def frames_there(self) -> list[Frame]:
-        """Return the frames that the next chunk completes."""
-        return self._read_frames()[1]
-
-    def _read_frames(self) -> tuple[bytes, list[Frame]]:
         chunk, fds, _, _ = socket.recv_fds(self._socket, 1 << 20, 253)
         self.fds.extend(fds)
-        return chunk, self._decoder.feed(chunk, fds)
+        frames = self._decoder.feed(chunk, fds)
+        self._frames.extend((CLIENT_MESSAGES.decode(frame.payload), frame.fds) for frame in frames)
+        return bool(chunk)
 
     def expect(self, kind: type[M]) -> M:
         """Return the next message, which must be of this kind."""

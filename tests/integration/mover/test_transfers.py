@@ -10,13 +10,7 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.ids import SessionId
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
-from kvxferd.wire.mover import (
-    FenceMapped,
-    LoadRemote,
-    MapFence,
-    SetPolling,
-    UnmapFence,
-)
+from kvxferd.wire.mover import FenceMapped, LoadRemote, MapFence, SetPolling, UnmapFence
 from tests.support.fence_page import SharedFencePage
 from tests.support.mover_harness import WORD, Connect, Node, Served, Worker, serve, sink, worker
 
@@ -41,25 +35,6 @@ async def test_a_pull_delivers_the_published_bytes(pair: tuple[Node, Node], make
     others = [b for b in range(64) if b not in into]
     assert np.array_equal(ours.blocks(others), before[:, others]), "bytes outside the pull changed"
     source.close()
-
-
-async def test_one_rank_reads_two(pair: tuple[Node, Node], make_worker: Make) -> None:
-    there, here = pair
-    ours = make_worker("D")
-    ranks = [make_worker("P", tp=2, tp_rank=rank) for rank in range(2)]
-    for seed, rank in enumerate(ranks):
-        rank.fill(seed)
-    sources = [await serve(there, rank) for rank in ranks]
-    reader = await sink(here, ours, sources)
-    sources[1].page.write(0, WORD)
-    outcome = await reader.outcome(reader.start(sources, sources[1].place(0, WORD), range(32), range(32, 64)))
-    assert outcome.delivered, outcome
-    # HND: inside a block the heads lie one after the other, and each rank holds one.
-    heads = ours.blocks(range(32)).reshape(4, 32, 2, -1)
-    for index, rank in enumerate(ranks):
-        assert np.array_equal(heads[:, :, index], rank.blocks(range(32, 64)))
-    for source in sources:
-        source.close()
 
 
 async def test_a_word_that_changed_is_no_delivery(pair: tuple[Node, Node], connect: Connect) -> None:

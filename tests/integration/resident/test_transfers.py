@@ -36,14 +36,6 @@ def test_other_parallelism_block_size_and_layout(
         assert len(set(agents)) == 4
 
 
-def test_one_daemon_for_both_engines(fleet: Fleet) -> None:
-    daemon = fleet.shared("node")
-    sources = fleet.engine(daemon, spec_of("prefill"), "register_resident")
-    sinks = fleet.engine(daemon, spec_of("decode"), "register_resident")
-    pull_and_check(sinks, publish(sources, 1), 1)
-    pull_and_check(sources, publish(sinks, 2), 2)  # each is source and sink
-
-
 def test_an_engine_with_many_files(fleet: Fleet) -> None:
     """`select.select` refuses descriptors above 1,023: the mover would never come up."""
     daemon = fleet.shared("node")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -183,11 +182,6 @@ def test_a_daemon_that_is_stuck_is_a_finding(tmp_path: Path):
     finally:
         daemon.stop()
     assert "has not answered for 5 s" in found.of("daemon")["found"]
-
-
-def test_limits_are_as_the_kernel_says():
-    found = examine("--check", "descriptors", "--check", "memlock")
-    assert found.of("descriptors")["facts"]["hard"] == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
 def test_the_backend_is_shown_with_the_plugins_and_with_what_it_proves():

@@ -48,7 +48,6 @@ class Soak:
         self._rng = random.Random(seed)
         self._traffic = Traffic(self.fleet, self._rng, MAX_TOKENS)
         self._names = itertools.count(1)
-        self._num_reads = 0
         self._reading: list[Read] = []
         self.num_churns = 0
         self.latency_ms: list[float] = []

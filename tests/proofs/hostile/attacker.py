@@ -29,7 +29,6 @@ class Place:
     """One daemon, as an attacker knows it."""
 
     worker_socket: str
-    control_socket: str
     run_directory: str
     http: tuple[str, int]
     endpoint: str
@@ -96,7 +95,6 @@ def place_of(stage: Stage, name: str) -> Place:
     status = node.status_if_any()
     return Place(
         node.worker_socket,
-        node.control.socket_path,
         str(node.directory),
         node.http_address,
         status["endpoint"] if status else "",

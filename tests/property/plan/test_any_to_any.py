@@ -14,15 +14,7 @@ from kvxferd.layout import PackedBlocks
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Expander, Runs, check_blocks, check_request, decode_plan, encode_plan, make_plan
 from tests.support import brute_force
-from tests.support.layout_strategies import (
-    Engine,
-    Model,
-    engines,
-    lacks_tokens,
-    lists,
-    models,
-    required_from,
-)
+from tests.support.layout_strategies import Engine, Model, engines, lacks_tokens, lists, models, required_from
 
 pytestmark = pytest.mark.slow
 

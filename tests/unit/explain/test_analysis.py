@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvxferd.explain.analysis import DecodeRankReads, explain_pair
 from kvxferd.explain.byte_ranges import byte_ranges, group_layers_in_step
 from kvxferd.explain.formatting import format_load, format_numbers, format_unit_ranges, format_units
-from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, UnitRange
 from tests.support.explained_pairs import described, explained
 
@@ -77,26 +76,6 @@ def test_runs_of_a_thousand_tokens(prefill: str, decode: str, runs: float, fewes
     assert sum(r.fewest_runs for r in reads) == pytest.approx(fewest, rel=1e-4, abs=len(reads))
     for read in reads:
         assert read.mean_run_bytes == pytest.approx(read.num_bytes / read.num_runs)
-
-
-def test_whom_each_rank_reads() -> None:
-    """Pipeline stages meet by layers, tensor-parallel ranks by heads."""
-    found = explained("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4,pp=4")
-    by_rank = {rank.rank: rank for rank in found.ranks}
-    assert sources(by_rank[Rank(0, 1)]) == [(0, 2), (0, 3)]
-    assert sources(by_rank[Rank(3, 1)]) == [(1, 2), (1, 3)]
-    (first, _) = by_rank[Rank(3, 1)].reads
-    assert first.layers == tuple(range(60, 80))
-    assert [(r.start, r.stop) for r in first.units["k"]] == [(2, 3)]
-
-
-def test_attention_and_state_of_a_wider_prefill() -> None:
-    """L=2, R=16, K=8: attention from every second rank, the first of two replicas, state from all."""
-    found = explained("nemotron-h-8b,tp=16", "nemotron-h-8b,tp=2")
-    attention = [sources(rank) for rank in found.ranks]
-    assert attention == [[(0, r) for r in (0, 2, 4, 6)], [(0, r) for r in (8, 10, 12, 14)]]
-    states = [sources(rank, GroupKind.STATE) for rank in found.ranks]
-    assert states == [[(0, r) for r in range(8)], [(0, r) for r in range(8, 16)]]
 
 
 def test_replicas_are_spread_over_readers() -> None:

@@ -17,7 +17,7 @@ from kvxferd.layout import (
     pack_ids,
 )
 from kvxferd.layout.presets import MODELS, LayerKind, ModelFacts, StateComponent, blocks_per_logical, deploy
-from kvxferd.plan import Expander, make_plan
+from kvxferd.plan import make_plan
 from kvxferd.plan.plan import block_geometry
 from kvxferd.plan.token_segments import kernel_blocks
 from tests.support.attention_engines import plan_between
@@ -169,28 +169,3 @@ def test_logical_ids_expand_by_the_remotes_ratio(
         for group, listed in zip(groups, ids, strict=True)
     ]
     assert expanded == want
-
-
-@pytest.mark.parametrize(
-    ("tp", "remote_tp", "want"),
-    [
-        (4, 4, 1),  # the same page on both sides: all parts are one stretch
-        (4, 1, 4),  # x, B, C and ssm, each a share of a larger part
-        (1, 4, 4 * 4),  # four of each rank
-    ],
-)
-def test_runs_of_a_state(tp: int, remote_tp: int, want: int) -> None:
-    """Layer 0 of one request: as few runs as the two pages allow, at the page of its block."""
-    sink = deploy(NEMOTRON, tp=tp, num_blocks=4)
-    remote = deploy(NEMOTRON, tp=remote_tp, num_blocks=4)
-    spec, layout = sink[Rank(0, 0)]
-    plan = make_plan(spec, layout, remote[Rank(0, 0)][0], {r: h[1] for r, h in remote.items()})
-    empty = {group.name: PackedBlocks(b"") for group in layout.groups}
-    lists = empty | {GroupName("state.0"): PackedBlocks(pack_ids([2]), state_at=9)}
-    at = {RegionId("kv"): 0}
-    found = Expander(plan).expand(lists, lists, 9, at, dict.fromkeys(plan.sources, at))
-    first = next(t for t in layout.tensors if t.layer == 0)
-    page = first.block_stride
-    start = first.offset + 2 * page
-    inside = [run for runs in found.values() for run in runs.local.tolist() if start <= run < start + page]
-    assert len(inside) == want

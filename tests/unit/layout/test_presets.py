@@ -5,24 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.ids import EngineId, Generation
-from kvxferd.layout import EngineSpec, UnitRange
+from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.layout.sharding import shard_units, stage_layers
-
-
-@pytest.mark.parametrize(
-    ("heads", "tp", "want"),
-    [
-        (8, 2, [(0, 4), (4, 8)]),
-        (8, 3, [(0, 3), (3, 6), (6, 8)]),  # larger shares first
-        (4, 4, [(0, 1), (1, 2), (2, 3), (3, 4)]),
-        (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),  # beyond the heads: r*K//TP
-        (3, 4, [(0, 1), (0, 1), (1, 2), (2, 3)]),
-    ],
-)
-def test_units_of_each_rank(heads: int, tp: int, want: list[tuple[int, int]]) -> None:
-    """Balanced, or replicated."""
-    assert [shard_units(heads, tp, rank) for rank in range(tp)] == [(UnitRange(a, b),) for a, b in want]
 
 
 def test_no_units_at_all() -> None:
@@ -89,7 +74,11 @@ def test_a_stage_may_be_given() -> None:
     assert sorted({tensor.layer for tensor in made.tensors}) == [1, 2, 3]
 
 
-def test_an_unknown_name_is_refused() -> None:
-    """With the names there are."""
-    with pytest.raises(ValueError, match=r"'DNH'.*HND, NHD"):
-        attention_layout(spec=spec(), num_kv_heads=4, head_dim=8, block_tokens=4, num_blocks=8, layout="DNH")
+def test_vectorised_keys_are_chunks_of_16_bytes_and_values_single_items() -> None:
+    """Heads of 16 numbers of 2 bytes, blocks of 4 tokens. A head of no whole number of chunks is refused."""
+    sizes = {"spec": spec(), "num_kv_heads": 4, "block_tokens": 4, "num_blocks": 8, "layout": "vectorised"}
+    k, v, *_ = attention_layout(head_dim=16, **sizes).tensors  # type: ignore[arg-type]
+    assert (k.chunk_bytes, k.num_chunks, k.token_stride, k.chunk_stride) == (16, 2, 16, 64)
+    assert (v.chunk_bytes, v.num_chunks, v.token_stride, v.chunk_stride) == (2, 16, 2, 8)
+    with pytest.raises(ValueError, match="no whole number of 16"):
+        attention_layout(head_dim=12, **sizes)  # type: ignore[arg-type]

@@ -9,15 +9,7 @@ import pytest
 
 from kvxferd.errors import Code, LayoutError
 from kvxferd.ids import EngineId, Generation, GroupName, RegionId
-from kvxferd.layout import (
-    EngineSpec,
-    Group,
-    GroupKind,
-    RankLayout,
-    RegionSpec,
-    TokenShard,
-    UnitRange,
-)
+from kvxferd.layout import EngineSpec, Group, GroupKind, RankLayout, RegionSpec, TokenShard, UnitRange
 from kvxferd.layout.presets import LAYOUT_NAMES, attention_layout
 from kvxferd.layout.validate import MAX_GROUPS, MAX_REGIONS, validate_layout
 

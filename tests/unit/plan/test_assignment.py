@@ -45,19 +45,6 @@ def test_sources(tp: int, rank: int, peer_tp: int, heads: int, want: list[int]) 
     assert [source.tp_rank for source in plan.sources] == want
 
 
-def test_every_stage_that_holds_a_needed_layer_is_read() -> None:
-    """Uneven stages: 5 layers over 3 stages are 2, 2, 1; over 2 stages 3, 2."""
-    source = engine(pp=3, tp=2, layers=5)
-    plan = plan_between(engine(pp=2, tp=1, layers=5), source, (1, 0))  # layers 3 and 4
-    assert plan.sources == (Rank(1, 0), Rank(1, 1), Rank(2, 0), Rank(2, 1))
-
-
-def test_replicas_of_an_mla_cache_are_shared_among_the_readers() -> None:
-    """Without heads, equal holders: rank 1 of 2 reads from 2 of 4, not from 0."""
-    plan = plan_between(engine(tp=2, heads=1), engine(tp=4, heads=1), (0, 1))
-    assert plan.sources == (Rank(0, 2),)
-
-
 def test_the_lowest_holder_where_none_is_high_enough() -> None:
     """Only rank 0 holds it, though the reader looks from rank 3 on."""
     holdings = (RankShare(Rank(0, 0), (UnitRange(0, 1),), TokenShard()),)

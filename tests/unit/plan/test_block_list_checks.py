@@ -9,15 +9,7 @@ import pytest
 
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import GroupName, Rank
-from kvxferd.layout import (
-    EngineSpec,
-    Group,
-    GroupKind,
-    PackedBlocks,
-    RankLayout,
-    TokenShard,
-    pack_ids,
-)
+from kvxferd.layout import EngineSpec, Group, GroupKind, PackedBlocks, RankLayout, TokenShard, pack_ids
 from kvxferd.plan import block_list_checks, check_blocks, check_request
 from kvxferd.plan.block_list_checks import (
     block_rules,

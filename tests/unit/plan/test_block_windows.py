@@ -18,15 +18,7 @@ from kvxferd.layout import (
     unpack_ids,
 )
 from kvxferd.layout.presets import attention_layout
-from kvxferd.plan import (
-    Expander,
-    Plan,
-    SourceLists,
-    block_rules,
-    check_request,
-    list_rules,
-    make_plan,
-)
+from kvxferd.plan import Expander, Plan, SourceLists, block_rules, check_request, list_rules, make_plan
 
 NUM_BLOCKS = 4096
 SIZES = st.sampled_from([1, 2, 3, 4, 8, 12, 16])

@@ -10,12 +10,7 @@ import pytest
 from kvxferd.ids import Rank, RegionId
 from kvxferd.mover.chunks.covering import CoverSlicer
 from kvxferd.plan import Plan
-from kvxferd.plan.covering import (
-    FORM_OVERHEAD_BYTES,
-    TABLE_OVERHEAD_BYTES,
-    CoveredRank,
-    CoverExpander,
-)
+from kvxferd.plan.covering import FORM_OVERHEAD_BYTES, TABLE_OVERHEAD_BYTES, CoveredRank, CoverExpander
 from kvxferd.plan.stretches import (
     MAX_FORMS,
     MAX_LENGTHS,
@@ -85,15 +80,6 @@ def test_reading_a_quarter_of_the_heads_token_by_token_covers_almost_the_whole_b
     assert [s.num_bytes for s in part.stretches] == [4 * 16]
 
 
-def test_a_request_says_what_its_stretches_are() -> None:
-    request = CoverExpander(plan_between(engine(layout="NHD"), engine())).prepare(
-        blocks([3, 1]), blocks([5, 9])
-    )
-    (found,) = request.forms()
-    assert found.rank == SOURCE
-    assert (found.num_stretches, found.form.num_copies, found.form.size_bytes) == (8, 16, 64)
-
-
 def test_what_no_stretch_pays_for_comes_as_runs() -> None:
     plan = plan_between(engine(layout="NHD"), engine())
     request = CoverExpander(plan).prepare(blocks([3]), blocks([5]))
@@ -144,14 +130,6 @@ def test_the_table_of_a_plan_does_not_grow_with_its_layers(layers: int) -> None:
     CoverExpander(plan, tables).prepare(blocks([1]), blocks([2]))
     overhead = ENTRY_OVERHEAD_BYTES + TABLE_OVERHEAD_BYTES + FORM_OVERHEAD_BYTES
     assert tables.num_bytes == overhead + 16 * 2 * 8 + layers * 2 * 2 * 8
-
-
-def test_tables_that_are_not_used_make_room() -> None:
-    tables = TableCache(max_bytes=14_000)
-    for layers in (2, 3, 4, 5):
-        plan = plan_between(engine(layout="NHD", layers=layers), engine(layers=layers))
-        CoverExpander(plan, tables).prepare(blocks([1]), blocks([2]))
-        assert 0 < tables.num_bytes <= 14_000
 
 
 def test_a_stretch_outside_its_region_is_refused() -> None:

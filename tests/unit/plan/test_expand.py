@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvxferd.errors import PlanError
 from kvxferd.ids import Rank, RegionId
-from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout import EngineSpec, RankLayout, TokenShard
 from kvxferd.layout.validate import validate_layout
-from kvxferd.plan import Expander, Plan, Runs
+from kvxferd.plan import Expander, Runs
 from tests.support.attention_engines import KV, blocks, engine, expand, listed, plan_between
 
 # One layer, one head of 4 bytes per token, blocks of 4 tokens: 16 bytes a block, 16 blocks, so
@@ -48,58 +47,6 @@ def test_blocks_merge_where_both_sides_go_on(
     assert listed(expand(plan, mine, theirs)[SOURCE])[: len(want)] == want
 
 
-def test_a_larger_local_block_takes_several_remote_ones() -> None:
-    """8 tokens here, 4 there: the halves of a block come from two blocks."""
-    plan = plan_between(engine(**ONE, block_tokens=8), engine(**ONE))
-    assert listed(expand(plan, [1], [3, 9])[SOURCE])[:2] == [(32, 48, 16), (48, 144, 16)]
-    assert listed(expand(plan, [1], [3, 4])[SOURCE])[:1] == [(32, 48, 32)]
-
-
-def test_block_sizes_that_do_not_divide() -> None:
-    """12 and 16 tokens: cut wherever either side's block ends."""
-    plan = plan_between(engine(**ONE, block_tokens=12), engine(**ONE, block_tokens=16))
-    runs = listed(expand(plan, [0, 2, 4, 6], [1, 3, 5])[SOURCE])
-    tokens = [(local // 4, remote // 4, length // 4) for local, remote, length in runs if local < 768]
-    assert tokens == [(0, 16, 12), (24, 28, 4), (28, 48, 8), (48, 56, 8), (56, 80, 4), (72, 84, 12)]
-
-
-def test_a_prefix_hit_moves_the_rest() -> None:
-    """The first 8 tokens are here already; the source lists all 12."""
-    plan = plan_between(engine(**ONE), engine(**ONE))
-    assert listed(expand(plan, [5], [7, 8, 9], first=(8, 0))[SOURCE])[:1] == [(80, 144, 16)]
-
-
-def test_a_prefix_hit_inside_the_sources_block() -> None:
-    """Blocks of 4 here from token 4 on, of 8 there from token 0 on: half of theirs is skipped."""
-    plan = plan_between(engine(**ONE), engine(**ONE, block_tokens=8))
-    assert listed(expand(plan, [5], [7], first=(4, 0))[SOURCE])[:1] == [(80, 7 * 32 + 16, 16)]
-
-
-def test_a_window_takes_what_the_source_has() -> None:
-    """The source begins at token 4: our first block is left as it is."""
-    plan = plan_between(engine(**ONE), engine(**ONE))
-    assert listed(expand(plan, [1, 3], [7], first=(0, 4))[SOURCE])[:1] == [(48, 112, 16)]
-
-
-def test_a_full_hit_moves_nothing() -> None:
-    """No local blocks: no rank is read."""
-    plan = plan_between(engine(**ONE), engine(**ONE))
-    assert expand(plan, [], [0, 1], first=(8, 0)) == {}
-
-
-def test_a_narrower_peer_gives_its_half() -> None:
-    """Two heads there, one here: HND heads are contiguous in a block."""
-    plan = plan_between(engine(tp=2, heads=2, layers=1), engine(heads=2, layers=1), (0, 1))
-    assert listed(expand(plan, [0, 1], [0, 1])[SOURCE])[:2] == [(0, 16, 16), (16, 48, 16)]
-
-
-def test_other_axis_order_moves_head_by_head() -> None:
-    """NHD here, HND there, two heads of 4 tokens: 4-byte runs."""
-    sink = engine(heads=2, layers=1, layout="NHD")
-    runs = listed(expand(plan_between(sink, engine(heads=2, layers=1)), [0], [0])[SOURCE])
-    assert runs[:8] == [(8 * t + 4 * h, 16 * h + 4 * t, 4) for t in range(4) for h in range(2)]
-
-
 @pytest.mark.parametrize("layout", ["HND", "NHD", "HND-blocks-first", "NHD-cross-layer", "HND-packed"])
 def test_equal_layouts_move_whole_blocks(layout: str) -> None:
     """Whatever the layout is: one run for each array that blocks lie in, when ids go on."""
@@ -130,45 +77,6 @@ def test_runs_do_not_reach_across_regions() -> None:
     ]
 
 
-def strided(plan: Plan, mine: list[int], theirs: list[int]) -> int:
-    """Return how many bytes a request moves, after checking that runs ascend and none overlap."""
-    runs = expand(plan, mine, theirs)[SOURCE]
-    ends = runs.local[:-1] + runs.length[:-1]
-    assert (runs.local[1:] >= ends).all()
-    return int(runs.length.sum())
-
-
-def test_pages_that_lie_differently_for_each_shape() -> None:
-    """Equal block strides, other token strides: where a half block begins differs between K and V."""
-    own, layout = engine(heads=1, layers=1, block_tokens=8)[Rank(0, 0)]
-    k, v = layout.tensors
-    wide = msgspec.structs.replace(v, token_stride=8, block_stride=64, offset=16 * 64)
-    page = msgspec.structs.replace(k, block_stride=64)
-    region = msgspec.structs.replace(layout.regions[0], size_bytes=2 * 16 * 64)
-    sink = {Rank(0, 0): (own, msgspec.structs.replace(layout, tensors=(page, wide), regions=(region,)))}
-    own, layout = engine(heads=1, layers=1)[Rank(0, 0)]
-    k, v = layout.tensors
-    source = {
-        Rank(0, 0): (
-            own,
-            msgspec.structs.replace(
-                layout,
-                tensors=(
-                    msgspec.structs.replace(k, block_stride=32),
-                    msgspec.structs.replace(v, block_stride=32, token_stride=8, offset=512),
-                ),
-                regions=(msgspec.structs.replace(layout.regions[0], size_bytes=1024),),
-            ),
-        )
-    }
-    runs = listed(expand(plan_between(sink, source), [1], [3, 9])[SOURCE])
-    assert runs[:2] == [(64, 96, 16), (80, 288, 16)]
-    assert runs[2:] == [
-        *[(1024 + 64 + 8 * t, 512 + 96 + 8 * t, 4) for t in range(4)],
-        *[(1024 + 64 + 32 + 8 * t, 512 + 288 + 8 * t, 4) for t in range(4)],
-    ]
-
-
 def test_the_only_block_needs_no_stride() -> None:
     """One block, stride 0: legal, as there is no next one."""
     own, layout = engine(**ONE)[SOURCE]
@@ -177,12 +85,6 @@ def test_the_only_block_needs_no_stride() -> None:
     ranks = {SOURCE: (own, msgspec.structs.replace(layout, groups=(group,), tensors=tensors))}
     validate_layout(*ranks[SOURCE])
     assert listed(expand(plan_between(ranks, ranks), [0], [0])[SOURCE]) == [(0, 0, 16), (256, 256, 16)]
-
-
-def test_many_shapes_are_not_kept_for_ever() -> None:
-    """Sizes with a large common multiple: the rows of old shapes are given up, the runs stay right."""
-    plan = plan_between(engine(**ONE, block_tokens=67), engine(**ONE, block_tokens=71))
-    assert strided(plan, list(range(16)), list(range(15))) == 15 * 71 * 4 * 2
 
 
 @pytest.mark.parametrize(
@@ -206,17 +108,6 @@ def test_a_block_scattered_over_millions_of_stretches_is_refused(changes: dict[s
     )
     with pytest.raises(PlanError, match="one block is scattered over"):
         expand(plan, [0], [0])
-
-
-def test_expansion_is_the_same_every_time() -> None:
-    """The second request uses the kept rows of the first."""
-    plan = plan_between(engine(), engine(layout="NHD"))
-    expander = Expander(plan)
-    at = ({KV: 0}, {SOURCE: {KV: 0}})
-    first, second = (expander.expand(blocks([3, 1]), blocks([0, 9]), 8, *at)[SOURCE] for _ in range(2))
-    for mine, theirs in zip(first, second, strict=True):
-        assert np.array_equal(mine, theirs)
-        assert mine.dtype == np.uint64
 
 
 @pytest.mark.parametrize(
@@ -251,3 +142,25 @@ def test_an_empty_list_begins_nowhere() -> None:
     for first in (3, 2**63):
         assert expand(plan, [], [0, 1], (first, 0)) == {}
         assert expand(plan, [0, 1], [], (0, first)) == {}
+
+
+def with_shard(shard: TokenShard) -> tuple[EngineSpec, RankLayout]:
+    """Return the one rank of ONE with its tokens dealt out."""
+    own, layout = engine(**ONE)[SOURCE]
+    return own, msgspec.structs.replace(
+        layout, groups=(msgspec.structs.replace(layout.groups[0], token_shard=shard),)
+    )
+
+
+def test_tokens_that_are_dealt_out_are_read_from_where_each_lies() -> None:
+    """Ours are 2, 3, 6 and 7 of 8. A whole source; two that deal single tokens out; two that deal alike."""
+    ours = TokenShard(2, 1, 2)
+    sink = {SOURCE: with_shard(ours)}
+    whole = plan_between(sink, engine(**ONE))
+    assert listed(expand(whole, [0], [0, 1])[SOURCE])[:2] == [(0, 8, 8), (8, 24, 8)]
+    dealt = plan_between(sink, {Rank(0, i): with_shard(TokenShard(2, i, 1)) for i in range(2)})
+    runs = expand(dealt, [0], [5])
+    assert listed(runs[Rank(0, 0)])[:2] == [(0, 84, 4), (8, 92, 4)]
+    assert listed(runs[Rank(0, 1)])[:2] == [(4, 84, 4), (12, 92, 4)]
+    alike = plan_between(sink, {SOURCE: with_shard(TokenShard(2, 0, 2)), Rank(0, 1): with_shard(ours)})
+    assert listed(expand(alike, [0], [5])[Rank(0, 1)])[:1] == [(0, 80, 16)]

@@ -17,12 +17,7 @@ from kvxferd.layout import (
 )
 from kvxferd.layout.presets import LayerKind, ModelFacts, StateComponent, TokenComponent, deploy
 from kvxferd.layout.presets.model_facts import key_and_value, mamba2_states
-from kvxferd.plan import (
-    Expander,
-    MambaEngineTransferInfo,
-    Plan,
-    TransferTopology,
-)
+from kvxferd.plan import Expander, MambaEngineTransferInfo, Plan, TransferTopology
 from tests.support.attention_engines import plan_between
 from tests.support.fetched_engine import register
 

@@ -106,24 +106,6 @@ def test_another_model_is_refused(field: str, value: object) -> None:
     assert repr(value) in error.message
 
 
-def test_a_missing_stage_is_a_gap() -> None:
-    """The manifest lacks the second pipeline stage."""
-    source = engine(pp=2)
-    del source[Rank(1, 0)]
-    error = refusal(source)
-    assert error.code is Code.COVERAGE_GAP
-    assert "layer 1 is held by no rank" in error.message
-
-
-def test_a_missing_rank_is_a_gap() -> None:
-    """The manifest lacks tensor-parallel rank 1 of 2."""
-    source = engine(tp=2)
-    del source[Rank(0, 1)]
-    error = refusal(source)
-    assert error.code is Code.COVERAGE_GAP
-    assert "unit range [2, 4)" in error.message
-
-
 def with_shard(held: tuple[EngineSpec, RankLayout], shard: TokenShard) -> tuple[EngineSpec, RankLayout]:
     """Return the rank with its group's tokens sharded."""
     spec, layout = held

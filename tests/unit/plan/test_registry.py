@@ -77,16 +77,6 @@ def test_the_door_returns_what_is_planned_and_none_until_it_is() -> None:
     assert reads.plan == make_plan(made.spec, made.layout, source.spec, source.ranks)
 
 
-def test_registering_again_keeps_the_entry_and_counts_as_a_use() -> None:
-    """Idempotent: with the same manifest, and with the next one of equal facts."""
-    made, first = topology(), remote(tp=2)
-    plan = register(made, first, now=1.0)
-    (kept,) = made.engines()
-    assert register(made, FetchedEngine(first.spec, dict(first.ranks)), now=4.0) == plan
-    assert list(made.engines()) == [kept]
-    assert kept.last_used == 4.0
-
-
 def test_the_registry_keeps_neither_manifest_nor_plan() -> None:
     """Their bytes count for users. The facts stay, and which ranks are read."""
     made, manifest = topology(), remote(tp=2)
@@ -151,17 +141,6 @@ def test_other_facts_under_one_generation_are_refused_field_by_field(
         assert text in str(caught.value)
     assert made.find(REMOTE).spec is source.spec
     assert made.find(REMOTE).last_used == 1.0
-
-
-def test_a_new_generation_replaces_everything_of_the_old_one() -> None:
-    """One entry for each engine and home."""
-    made = topology()
-    register(made, remote(tp=2, pp=2), P)
-    register(made, remote(tp=4, generation="g2"), P)
-    (kept,) = made.engines()
-    assert kept.generation == "g2"
-    assert list(kept.stages) == [0]
-    assert made.target_remote_ranks(REMOTE) == [0, 1, 2, 3]
 
 
 def test_a_new_generation_that_cannot_be_read_leaves_the_old_one() -> None:

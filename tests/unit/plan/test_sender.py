@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
-
 from kvxferd.explain.byte_ranges import byte_ranges
 from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, deploy
-from kvxferd.plan import Expander, Plan, decode_plan, encode_plan, sender_plan
-from tests.support.attention_engines import KV, blocks, engine, plan_between
+from kvxferd.plan import Plan, decode_plan, encode_plan, sender_plan
+from tests.support.attention_engines import engine, plan_between
 
 Engine = dict[Rank, tuple[EngineSpec, RankLayout]]
 
@@ -66,43 +62,6 @@ def test_replicated_heads_are_sent_once() -> None:
     sent = [parts(plain(8, 4), plain(2, 4), producer) for producer in range(0, 8, 2)]
     assert sent == [[(0, 0, 0, 2048)], [(0, 0, 2048, 2048)], [(1, 0, 0, 2048)], [(1, 0, 2048, 2048)]]
     assert [sent_by(plain(8, 4), plain(2, 4), producer).group_reads for producer in (1, 3, 5, 7)] == [()] * 4
-
-
-def test_each_unit_is_sent_exactly_once() -> None:
-    """Sizes that do not divide: the producers' parts fill each consumer's block without gap or overlap."""
-    source, sink = plain(3, 8), plain(2, 8)
-    sent = [part for producer in range(3) for part in parts(source, sink, producer)]
-    for consumer in range(2):
-        filled = sorted((at, at + length) for to, _, at, length in sent if to == consumer)
-        assert filled[0][0] == 0
-        assert filled[-1][1] == 4 * 2048
-        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(filled))
-
-
-@pytest.mark.parametrize("at_source", ["HND", "NHD"])
-def test_a_request_of_two_blocks(at_source: str) -> None:
-    """Two blocks of 4 tokens fill the halves of a block of 8: K from byte 0 on, V behind K on either side.
-
-    One layer of 4 heads of 4 bytes, 16 blocks: a block of K has 64 bytes at the source, 128 at the sink.
-    """
-    plan = sent_by(engine(layers=1, layout=at_source), engine(layers=1, block_tokens=8))
-    found = Expander(plan).expand(blocks([3, 9]), blocks([1]), 8, {KV: 0}, {Rank(0, 0): {KV: 10_000}})
-    runs = zip(*(column.tolist() for column in found[Rank(0, 0)]), strict=True)
-    token = (16, 4) if at_source == "HND" else (4, 16)  # bytes from one head, and from one token, to the next
-    want = {
-        (
-            1024 * is_v + 64 * block + token[0] * head + token[1] * item + byte,
-            10_000 + 2048 * is_v + 128 + 32 * head + 4 * (4 * half + item) + byte,
-        )
-        for is_v in range(2)
-        for half, block in enumerate((3, 9))
-        for head in range(4)
-        for item in range(4)
-        for byte in range(4)
-    }
-    sent = [(here + byte, there + byte) for here, there, length in runs for byte in range(length)]
-    assert len(sent) == len(want)
-    assert set(sent) == want
 
 
 def test_a_plan_of_a_sender_is_a_plan() -> None:

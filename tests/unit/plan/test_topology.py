@@ -182,13 +182,6 @@ def test_a_remote_without_ranks_has_no_ratio() -> None:
         topology(2).tp_ratio(0)
 
 
-def test_a_rank_does_not_register_its_own_engine() -> None:
-    """Local identity comes from the spec."""
-    with pytest.raises(EngineError, match="this rank's own") as caught:
-        register(topology(2), engine(tp=2, heads=8))
-    assert caught.value.code is Code.NOT_ALLOWED
-
-
 def test_terms_have_the_names_of_in_engine_connectors() -> None:
     """Of a stage of attention alone: no words for states. A log has them as one line."""
     made = topology(2, 1, heads=2)

@@ -94,11 +94,6 @@ def test_the_end_of_the_process_is_an_error_with_its_last_words(make: Make) -> N
         child.call(Counter.add, 1)
 
 
-def test_the_exit_code_is_that_of_the_process(make: Make) -> None:
-    with pytest.raises(ChildError, match="ended with 1: the library gave up"):
-        make().call(Counter.leave, "the library gave up")
-
-
 def test_no_reply_is_an_error_in_time_and_the_call_goes_on(make: Make) -> None:
     child = make()
     pending = child.start(Counter.hang)
@@ -143,14 +138,6 @@ def test_a_process_that_always_makes_progress_takes_calls_and_ends(make: Make) -
     while child.call(Counter.num_steps) <= before:
         pass
     assert child.stop() == 0
-
-
-def test_the_environment_is_the_one_that_was_given(tmp_path: Path) -> None:
-    child = ChildProcess(Counter, tmp_path / "counter.log", {**os.environ, "KVXFERD_OF_CHILD": "yes"})
-    try:
-        assert child.call(Counter.variable, "KVXFERD_OF_CHILD") == "yes"
-    finally:
-        child.stop()
 
 
 def test_nothing_is_imported_from_the_working_directory(

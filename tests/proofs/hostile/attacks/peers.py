@@ -157,13 +157,6 @@ def large_joins(scene: Scene) -> str:
     return ""
 
 
-@attack("stranger", keys=False)
-def large_joins_in_the_clear(scene: Scene) -> str:
-    """Where daemons have no keys: ranks of thousands of tensors each are joined."""
-    _joins(scene, scene.a.endpoint, 8)
-    return ""
-
-
 @attack("peer", limit_s=60.0)
 def sessions_end_while_thousands_wait(scene: Scene) -> str:
     """A peer has thousands of questions wait for a rank that lacks, while a worker connects and leaves."""

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import socket
 
-import msgspec
-
 from kvxferd.errors import Code
 from kvxferd.frame_socket import FrameSocket
-from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
+from kvxferd.layout import EngineSpec, PackedBlocks
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import mover, worker
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import MeasuredPlacement, Message, RegionAddress, TransferRef
+from kvxferd.wire.common import MeasuredPlacement, Message, RegionAddress
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
-from tests.proofs.hostile import honest_pair
 from tests.proofs.hostile.attacker import Scene
 from tests.proofs.hostile.raw_protocol import FACTS, WorkerByHand
 from tests.proofs.hostile.registry import attack
-from tests.support.raw_worker import REPLIES, frame
+from tests.support.raw_worker import frame
 
 
 class MoverByHand:
@@ -173,50 +169,4 @@ def a_page_written_by_its_session(scene: Scene) -> str:
             with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, FENCE_PAGE_BYTES) as mapped:
                 mapped[:] = os.urandom(FENCE_PAGE_BYTES)
     scene.rest(0.5)
-    return ""
-
-
-@attack("worker")
-def memory_on_huge_pages(scene: Scene) -> str:
-    """A rank's memory is a memfd on huge pages, of which the kernel need not have one."""
-    fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
-    os.ftruncate(fd, 1 << 30)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    for number in range(4):
-        spec = EngineSpec(engine_id=f"huge-{number}", generation="g1", num_layers=2, num_kv_heads=2)
-        layout = attention_layout(spec=spec, **FACTS)
-        scene.worker().register(spec, layout, fd, replies=(*REPLIES, worker.MoverOffered))
-    os.close(fd)
-    scene.rest(1.0)
-    return ""
-
-
-@attack("worker")
-def deliveries_to_sockets_of_other_kinds(scene: Scene) -> str:
-    """Ranks name a datagram socket, one that goes to another host, and a file for their deliveries."""
-    unix = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    inet = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    inet.connect(("127.0.0.1", 9))
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind("")  # the kernel chooses its name
-    listening.listen()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    scene.opened.append(ours)  # nobody reads it
-    with unix, inet, listening, theirs, open(os.devnull, "wb") as file:
-        fds = [*(one.fileno() for one in (unix, inet, listening, theirs)), file.fileno()]
-        for number, fd in enumerate(fds):
-            session = scene.worker()
-            spec = honest_pair.spec_of(f"deliveries-{number}")
-            layout = attention_layout(spec=spec, **honest_pair.FACTS)
-            with SealedMemory.create(layout.regions[0].size_bytes, "deliveries") as memory:
-                session.register(spec, layout, memory.fd, deliveries=fd)
-            pull = worker.PullRequest(
-                ticket=1,
-                ref=msgspec.convert(scene.honest_ref(), TransferRef),
-                num_tokens=honest_pair.TOKENS,
-                deadline_s=3.0,
-                blocks={"full": PackedBlocks(ids=pack_ids(range(honest_pair.NUM_BLOCKS)))},
-            )
-            session.say(pull)
-            session.await_one((worker.TicketDelivered, worker.TicketFailed), wait_s=4.0)
     return ""
