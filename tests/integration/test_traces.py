@@ -62,7 +62,7 @@ def test_one_tree_over_two_daemons_and_the_error_of_a_pull_that_fails(
         pull_and_check(sinks, published(request, traceparent), request)
         source.await_event("Released")
 
-    first = _tree(receiver, FIRST, num_spans=1 + 2 * (1 + 8), parents={PREFILL, DECODE})
+    first = _tree(receiver, FIRST, num_spans=1 + 2 * (1 + 9), parents={PREFILL, DECODE})
     _check_the_delivered(first)
     second = _tree(receiver, SECOND, num_spans=1 + 1 + 2, parents={PREFILL})
     _check_the_failed(second)
@@ -107,7 +107,7 @@ def _check_the_delivered(spans: list[ReceivedSpan]) -> None:
     assert len(nodes) == 1
     for pull in pulls:
         of_pull = [span for span in spans if span.parent_id == pull.span_id]
-        phases = {"handshake", "grant", "queue", "plan", "wire", "fence", "acknowledge"}
+        phases = {"handshake", "grant", "connect", "queue", "plan", "wire", "fence", "acknowledge"}
         assert {span.name for span in of_pull} == {f"kvxferd.{phase}" for phase in phases}
         (wire,) = _named(of_pull, "wire")
         (post,) = [span for span in spans if span.parent_id == wire.span_id]
@@ -139,7 +139,7 @@ def test_transfers_without_a_trace_are_sampled_by_ratio_and_still_one_tree(
     pull_and_check(sinks, publish(sources, 1), 1)
     wait_until(lambda: len(receiver.spans) >= 10, "the spans of both sides")
     (trace_id,) = {span.trace_id for span in receiver.spans}
-    spans = _tree(receiver, trace_id, num_spans=10, parents={""})
+    spans = _tree(receiver, trace_id, num_spans=11, parents={""})
     (root,) = [span for span in spans if not span.parent_id]
     assert root.name == "kvxferd.publish"
     (pull,) = _named(spans, "pull")

@@ -744,7 +744,11 @@ class Worker:
     def pull(self, transfer: Transfer, wanted: Wanted, deadline_s: float | None = None) -> None:
         """Pull a transfer into blocks that nobody uses."""
         if transfer.ref is None:
-            if not transfer.is_over and transfer.publisher.is_alive:
+            publisher = transfer.publisher
+            is_to_come = (
+                publisher.engine.transfers.get(transfer.transfer_id) is transfer
+            )  # else it is forgotten
+            if not transfer.is_over and publisher.is_alive and is_to_come:
                 delay_s = 0.1 if self.world.fabric.is_hurried else 0.003
                 self.world.after(delay_s, self.do, lambda: self.pull(transfer, wanted, deadline_s))
             return
