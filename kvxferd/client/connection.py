@@ -164,6 +164,11 @@ class Connection:
         except KvxferdError as error:
             self.request_disconnect(error.code, f"a mover sent an invalid message: {error.message}")
 
+    def call_at_close(self, call: Callable[[], None]) -> None:
+        """Have this called by `close`, before anything else is released and after the thread's end."""
+        with self.lock:
+            self._resources.callback(call)
+
     def close(self) -> None:
         """End the session and release everything. Idempotent; waits for no daemon."""
         with self.lock:

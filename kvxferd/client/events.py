@@ -19,13 +19,17 @@ class PullTicket:
     Attributes:
         number: the session's number of the pull, from 1 on; log lines name it.
         transfer_id: the transfer that the pull reads.
+        delivered: for an engine that polls its requests. True: the blocks hold the bytes. False: the
+            pull has failed, and nothing writes the blocks. None: it runs, or has failed and its blocks may
+            still be written; it stays None where the session is closed first. Call `poll` meanwhile.
     """
 
-    __slots__ = ("_cancel", "number", "transfer_id")
+    __slots__ = ("_cancel", "delivered", "number", "transfer_id")
 
     def __init__(self, number: Ticket, transfer_id: TransferId, cancel: Callable[[Ticket], None]) -> None:
         self.number = number
         self.transfer_id = transfer_id
+        self.delivered: bool | None = None
         self._cancel = cancel
 
     def cancel(self) -> None:

@@ -329,12 +329,15 @@ class ClientPulls:
                 pass
             case EngineEvent.DELIVERED:
                 assert delivered is not None
+                pull.ticket.delivered = True
                 self._emit(Delivered(pull.ticket, delivered.bytes, delivered.runs, delivered.wire_s))
             case EngineEvent.QUIESCED:
+                pull.ticket.delivered = False
                 self._emit(Quiesced(pull.ticket, unpack_blocks(pull.blocks)))
             case EngineEvent.FAILED_SAFE | EngineEvent.FAILED_UNSAFE:
                 safe = event is EngineEvent.FAILED_SAFE
                 blocks = unpack_blocks(pull.blocks)
+                pull.ticket.delivered = False if safe else None
                 self._emit(Failed(pull.ticket, pull.code, pull.message, blocks, safe, pull.retry_after_s))
 
 

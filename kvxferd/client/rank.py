@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from kvxferd.client.arguments import as_int, as_seconds, check_name, pack_blocks
@@ -12,7 +12,7 @@ from kvxferd.client.connection import Connection
 from kvxferd.client.events import Event, PullTicket
 from kvxferd.client.gpu_events import Completion, unfinished
 from kvxferd.client.memory_export import Regions, export_memory
-from kvxferd.client.refs import check_nonce
+from kvxferd.client.refs import check_nonce, make_ref
 from kvxferd.client.registration import MemoryState
 from kvxferd.client.session_requests import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError
@@ -40,6 +40,20 @@ class Publisher:
         """The engine's generation that this session publishes for."""
         role = self._session.registration.role
         return str(role.generation) if role is not None else ""
+
+    def reference(self, transfer_id: str, nonce: str | None = None) -> TransferRef:
+        """Return the reference of a transfer that this engine is going to publish, for its readers.
+
+        Publish it with this `transfer_id` and the reference's `nonce`; a pull with `progressive=True` may
+        come first. `nonce`: as `publish` takes it.
+
+        Raises:
+            EngineError: an invalid id (`transfer-unknown`) or nonce (`bad-request`).
+            KvxferdError: the session is over.
+        """
+        with self._connection.lock:
+            endpoint, engine = self._session.engine_address()
+        return make_ref(endpoint, engine.engine_id, engine.generation, transfer_id, nonce)
 
     def publish(
         self,
@@ -161,6 +175,10 @@ class Publisher:
     def is_suspended(self) -> bool:
         """Whether `Suspended` was emitted, and `resume` was not called since: of a rank alone."""
         return self._session.registration.memory_state is MemoryState.SUSPENDED
+
+    def call_at_close(self, call: Callable[[], None]) -> None:
+        """Have this called by `close`, once nothing of the session needs what it releases."""
+        self._connection.call_at_close(call)
 
     def close(self) -> None:
         """End the session: transfers are released, pulls fail. `poll` still returns the events that are left.

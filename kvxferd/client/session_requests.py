@@ -14,7 +14,7 @@ from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import ClientPulls
 from kvxferd.client.registration import MemoryState, RankRole, Registration
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import Endpoint, Incarnation, Ticket, TransferId
+from kvxferd.ids import Endpoint, EngineKey, Incarnation, Ticket, TransferId
 from kvxferd.layout import BlocksByGroup, check_continues
 from kvxferd.wire import worker
 from kvxferd.wire.common import Refusal, TransferRef
@@ -91,10 +91,19 @@ class SessionRequests:
             )
         elif self.state is SessionState.READY:  # else it is sent with the replay
             self._outbox.queue(publish)
-        role = self.registration.role
-        assert role is not None
-        ref = TransferRef(self._endpoint, role.engine_id, role.generation, transfer_id, publish.nonce)
+        endpoint, engine = self.engine_address()
+        ref = TransferRef(endpoint, engine.engine_id, engine.generation, transfer_id, publish.nonce)
         return ref.with_trace(traceparent) if traceparent else ref
+
+    def engine_address(self) -> tuple[Endpoint, EngineKey]:
+        """Return the endpoint of the engine's home, as the daemon last named it, and the engine's key.
+
+        Raises KvxferdError once the session is over.
+        """
+        self._check_open()
+        role = self.registration.role
+        assert role is not None, "only a session with a role has callers"
+        return self._endpoint, EngineKey(role.engine_id, role.generation)
 
     def add_blocks(self, transfer_id: TransferId, blocks: BlocksByGroup, now: float) -> None:
         """Add blocks to a transfer of this session that grows. Raises EngineError."""

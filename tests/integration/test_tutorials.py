@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.errors import LayoutError
+from kvxferd import engine as kv
+from kvxferd.errors import Code, EngineError, LayoutError
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
-from tests.support.documented_commands import blocks_of
+from kvxferd.memory import share
+from tests.support.documented_commands import ROOT, blocks_of
 from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 from tests.support.tutorial_program import PAGE, run
+
+ENGINE_PAGE = ROOT / "docs" / "how-to" / "write-an-engine.md"
 
 
 def without_times(output: str) -> str:
@@ -25,6 +30,44 @@ def test_the_tensor_tutorial_works_as_pasted(fleet: Fleet, tmp_path: Path) -> No
     printed = run(program, daemon.worker_socket, tmp_path)
     (shown,) = [block for block in blocks_of(PAGE, "console") if "engine.py" in block]
     assert without_times(shown).partition("\n")[2] == without_times(printed)
+
+
+def test_an_engine_of_your_own_works_as_pasted(fleet: Fleet, tmp_path: Path) -> None:
+    (program,) = blocks_of(ENGINE_PAGE, "python")
+    (shown,) = blocks_of(ENGINE_PAGE, "console")
+    assert shown.partition("\n")[2] == run(program, fleet.shared("node").worker_socket, tmp_path)
+
+
+class TestRegister:
+    """`kvxferd.engine.register`, with a daemon."""
+
+    SPEC = kv.EngineSpec("e", "g", 1, num_kv_heads=8)
+
+    def test_adopted_memory_is_found_again_to_resume(self, fleet: Fleet) -> None:
+        torch = pytest.importorskip("torch")
+        tensors = {"cache": torch.zeros(2, 1280, 16, 8, 64, dtype=torch.bfloat16)}
+        named = {"cache": kv.NamedTensor(tensor=tensors["cache"], dims="kv block token head head_dim")}
+        socket = fleet.shared("node").worker_socket
+        with kv.register(socket, self.SPEC, named, placements=["adopted"]) as rank:
+            rank.suspend()
+            wait_until(lambda: not rank.memory_in_use and rank.is_suspended, "suspended")
+            rank.resume(kv.share_all(tensors))
+            assert rank.is_connected
+        with pytest.raises(EngineError, match="of another origin"):  # its descriptor is closed
+            share(tensors["cache"], ["memfd"])
+
+    def test_where_no_placement_works_the_message_lists_each(self, fleet: Fleet) -> None:
+        torch = pytest.importorskip("torch")
+        small = kv.NamedTensor(tensor=torch.zeros(2, 4, 16, 8, 64), dims="kv block token head head_dim")
+        socket = fleet.shared("node").worker_socket
+        with pytest.raises(EngineError) as refused:
+            kv.register(socket, self.SPEC, {"cache": small}, placements=["memfd", "adopted"])
+        assert refused.value.code is Code.REGION_NOT_EXPORTABLE
+        heading, child = refused.value.message.splitlines()
+        assert heading == "cannot register rank (0, 0) of e: no placement of its memory works"
+        assert child.startswith("  child: cannot share tensor 'cache'")
+        with pytest.raises(EngineError, match="there are memfd, adopted, exported, resident"):
+            kv.register(socket, self.SPEC, {"cache": small}, placements=["sealed"])
 
 
 def test_the_refusal_on_the_page_is_the_one_that_comes() -> None:

@@ -24,8 +24,8 @@ from kvxferd.errors import KvxferdError
 from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.import_blocking import block_import
 from kvxferd.integrations.vllm.layout.derivation import CacheStorage, DerivedCaches
-from kvxferd.integrations.vllm.memory.gpu_placement import PlacementSearch
-from kvxferd.integrations.vllm.memory.rank_sharing import RankSharing
+from kvxferd.integrations.vllm.memory.gpu_placement import gpu_placement_search
+from kvxferd.integrations.vllm.memory.memory_sharing import register_rank, share_rank
 from kvxferd.integrations.vllm.options import read_options
 from kvxferd.layout import EngineSpec
 from tests.support.connector_harness import BLOCK_BYTES, BLOCK_TOKENS, LAYOUT, NAME, NUM_BLOCKS
@@ -43,7 +43,7 @@ def main(socket: str, driver: str, *cases: str) -> None:
 def run(socket: str, driver: str, setting: str, memory: str, missing: str = "") -> dict[str, Any]:
     options = read_options({"socket": socket, "gpu_placement": setting, "connect_timeout_s": WAIT_S})
     stores = [TensorStore(SIZE, memory, driver) for _ in range(2)]
-    searches = [PlacementSearch(f"rank (0, 0) of {name}", setting) for name in ("source", "sink")]
+    searches = [gpu_placement_search(f"rank (0, 0) of {name}", setting) for name in ("source", "sink")]
     ranks: list[RankHandle] = []
     with ExitStack() as stack:
         try:
@@ -51,14 +51,15 @@ def run(socket: str, driver: str, setting: str, memory: str, missing: str = "") 
                 for number, (store, search) in enumerate(zip(stores, searches, strict=True)):
                     storage = store.tensor.untyped_storage()
                     regions = (CacheStorage(RegionId("kv"), storage.data_ptr(), SIZE, "cuda", storage),)
-                    sharing = RankSharing(DerivedCaches(LAYOUT, regions, {}), options, search)
+                    derived = DerivedCaches(LAYOUT, regions, {})
+                    sharing = share_rank(derived, options, search)
                     spec = EngineSpec(
                         engine_id=EngineId(f"{setting}-{memory}-{number}"),
                         generation=Generation("g"),
                         num_layers=1,
                         publish_implies_ready=True,
                     )
-                    ranks.append(sharing.register(spec, time.monotonic() + WAIT_S))
+                    ranks.append(register_rank(sharing, derived, options, spec, time.monotonic() + WAIT_S))
                     stack.callback(ranks[-1].close)
         except KvxferdError as error:
             return {"code": error.code, "message": error.message}

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvxferd.client.gpu_events import Completion
+from kvxferd.engine.placement_search import PlacementSearch
 from kvxferd.integrations.vllm.generation import agree_on_generation, start_tag
 from kvxferd.integrations.vllm.identity import engine_spec
 from kvxferd.integrations.vllm.layout import specs
 from kvxferd.integrations.vllm.layout.derivation import DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.layout.opaque import opaque_report
-from kvxferd.integrations.vllm.memory.gpu_placement import PlacementFailure, PlacementSearch
-from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches
-from kvxferd.integrations.vllm.memory.rank_sharing import RankSharing
+from kvxferd.integrations.vllm.memory.gpu_placement import PlacementFailure, gpu_placement_search
+from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches, register_rank, share_rank
 from kvxferd.integrations.vllm.options import Options, home_of
 from kvxferd.integrations.vllm.session.step_metadata import EngineReport
 from kvxferd.integrations.vllm.session.worker import ConnectorWorker
@@ -83,7 +83,7 @@ def register_caches(
     """
     is_on_device = any(s.device != "cpu" for s in derived.storages)
     search = _placement_search(vllm_config, options, pool_failure) if is_on_device else None
-    sharing = RankSharing(derived, options, search)
+    sharing = share_rank(derived, options, search)
     # vLLM returns a step's tokens while the draft of that step still writes its own layers.
     is_ahead = specs.draft_model(vllm_config) is not None and is_on_device
     # Of a request that is read while it is computed, each rank reports its own part.
@@ -99,7 +99,7 @@ def register_caches(
         publish_implies_ready=not needs_ready,
     )
     began = time.monotonic()
-    rank = sharing.register(spec, began + options.connect_timeout_s)
+    rank = register_rank(sharing, derived, options, spec, began + options.connect_timeout_s)
     _LOG.info(
         "rank (%d, %d) of %s@%s is registered at %s: %d layers, %.1f MiB, %.3f s",
         spec.pp_rank,
@@ -138,4 +138,4 @@ def _placement_search(
 
     tp_rank, pp_rank, _ = specs.read_position(vllm_config)
     rank = f"rank ({pp_rank}, {tp_rank}) of {vllm_config.kv_transfer_config.engine_id}"
-    return PlacementSearch(rank, options.gpu_placement, pool_failure, torch.version.cuda or "")
+    return gpu_placement_search(rank, options.gpu_placement, pool_failure, torch.version.cuda or "")

@@ -12,8 +12,7 @@ import pytest
 
 from kvxferd.client import Delivered, RankHandle
 from kvxferd.ids import EngineId, Generation, Rank
-from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches
-from kvxferd.integrations.vllm.memory.rank_sharing import RankSharing
+from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches, register_rank, share_rank
 from kvxferd.integrations.vllm.options import Options
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
@@ -35,14 +34,14 @@ class RegisteredEngine:
         options = Options(socket=str(daemon.worker_socket), adopt_cpu_memory=False)
         name = f"packed-{next(_numbers)}"
         for rank, held in engine.ranks.items():
-            sharing = RankSharing(held.derived, options, None)
+            sharing = share_rank(held.derived, options, None)
             spec = msgspec.structs.replace(
                 engine.spec(rank.tp_rank),
                 engine_id=EngineId(name),
                 generation=Generation(name),
                 publish_implies_ready=True,
             )
-            handle = sharing.register(spec, time.monotonic() + WAIT_S)
+            handle = register_rank(sharing, held.derived, options, spec, time.monotonic() + WAIT_S)
             stack.callback(sharing.shared.close)
             stack.callback(handle.close)
             self.ranks[rank], self.shared[rank] = handle, sharing.shared

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvxferd.client import BlockList, PublishRefused, RankHandle, Released, Suspended
-from kvxferd.errors import BusyError, Code, EngineError
+from kvxferd.errors import BusyError, Code, EngineError, KvxferdError
 from kvxferd.ids import Rank
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
@@ -385,3 +385,25 @@ def test_a_rank_that_is_refused_while_it_sleeps_keeps_nothing_to_publish_again(s
     rank.suspend()
     side.say(worker.Refused(request=register.request, code=Code.BUSY, message="later"))
     assert events_of(rank, 2) == [Released("t", Code.SUSPENDED), Suspended()]
+
+
+def test_the_reference_is_there_before_the_publish(stage: Stage) -> None:
+    rank = stage.rank()
+    ref = rank.reference("req-1")
+    assert ref == rank.publish("req-1", blocks(), num_tokens=48, nonce=ref.nonce)
+    assert stage.side.expect(worker.Publish).nonce == ref.nonce
+    assert rank.reference("req-2").nonce != rank.reference("req-2").nonce
+    with pytest.raises(EngineError, match="nonce of 5 characters"):
+        rank.reference("req-2", nonce="short")
+    rank.close()
+    with pytest.raises(KvxferdError, match="the session is over"):
+        rank.reference("req-2")
+
+
+def test_what_is_to_be_called_at_close_is_called_once(stage: Stage) -> None:
+    rank, called = stage.rank(), list[str]()
+    rank.call_at_close(lambda: called.append("closed"))
+    assert not called
+    rank.close()
+    rank.close()
+    assert called == ["closed"]

@@ -160,3 +160,24 @@ def test_closing_ends_every_pull(stage: Stage) -> None:
     (event,) = rank.poll()
     assert isinstance(event, Failed)
     assert (event.ticket, event.code, event.safe_to_reuse) == (ticket, Code.CANCELLED, False)
+
+
+def test_a_ticket_tells_what_became_of_its_pull(stage: Stage) -> None:
+    rank = stage.rank()
+    first, pull = pulled(stage, rank)
+    assert first.delivered is None
+    stage.side.say(worker.TicketDelivered(ticket=pull.ticket, bytes=4096, runs=2, wire_s=0.25))
+    one_event(rank)
+    assert first.delivered is True
+    second, pull = pulled(stage, rank)
+    failed = worker.TicketFailed(ticket=pull.ticket, code=Code.DEADLINE, message="m", safe_to_reuse=True)
+    stage.side.say(failed)
+    one_failure(rank)
+    assert second.delivered is False
+    third, pull = pulled(stage, rank)
+    stage.side.say(worker.TicketFailed(pull.ticket, Code.DEADLINE, "m", safe_to_reuse=False))
+    one_failure(rank)
+    assert third.delivered is None, "its blocks may still be written"
+    stage.side.say(worker.TicketQuiesced(ticket=pull.ticket))
+    one_event(rank)
+    assert third.delivered is False

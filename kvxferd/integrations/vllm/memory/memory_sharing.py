@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
-from kvxferd.client import Client, RankHandle, Region
+from kvxferd.client import RankHandle, Region
+from kvxferd.engine.placement_search import PlacementSearch
+from kvxferd.engine.rank_sharing import RankSharing
 from kvxferd.errors import EngineError
 from kvxferd.ids import RegionId
 from kvxferd.integrations.vllm.layout.derivation import CacheStorage, DerivedCaches
 from kvxferd.integrations.vllm.memory.bounce_buffers import BounceBuffers
-from kvxferd.integrations.vllm.memory.gpu_placement import GpuPlacement
-from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.memory import SealedMemory
+from kvxferd.integrations.vllm.options import Options, connect_to_daemon
+from kvxferd.layout import EngineSpec
+from kvxferd.memory import MemoryPlacement, SealedMemory
 from kvxferd.memory.adopt import adopt as adopt_pages
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver_registry import open_driver
+
+_LOG = logging.getLogger("vllm.kvxferd")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +41,7 @@ class SharedCaches:
 
         Host memory is unchanged, and so is the placement. Raises DeviceError as `share_memory` does.
         """
-        placement = GpuPlacement.RESIDENT if self.is_resident else GpuPlacement.EXPORTED
+        placement = MemoryPlacement.RESIDENT if self.is_resident else MemoryPlacement.EXPORTED
         return tuple(
             region if storage.device == "cpu" else device_region(storage, placement)[0]
             for region, storage in zip(self.regions, self.storages, strict=True)
@@ -50,7 +55,7 @@ class SharedCaches:
 
 
 def share_memory(
-    derived: DerivedCaches, placement: GpuPlacement = GpuPlacement.EXPORTED, *, adopt: bool = True
+    derived: DerivedCaches, placement: MemoryPlacement = MemoryPlacement.EXPORTED, *, adopt: bool = True
 ) -> SharedCaches:
     """Make a rank's memory mappable. Call it before the engine's first forward pass, or between steps.
 
@@ -63,7 +68,7 @@ def share_memory(
     buffers: dict[RegionId, SealedMemory] = {}
     try:
         for storage in derived.storages:
-            if storage.device != "cpu" or placement is GpuPlacement.RESIDENT:
+            if storage.device != "cpu" or placement is MemoryPlacement.RESIDENT:
                 region, how = device_region(storage, placement)
                 regions.append(region)
                 report.append(f"{_describe(storage)} {how}")
@@ -86,13 +91,13 @@ def share_memory(
     return SharedCaches(tuple(regions), tuple(report), bounce_buffers, derived.storages)
 
 
-def device_region(storage: CacheStorage, placement: GpuPlacement) -> tuple[Region, str]:
+def device_region(storage: CacheStorage, placement: MemoryPlacement) -> tuple[Region, str]:
     """Return the region of device memory, and a sentence on how it is shared. Raises DeviceError.
 
     Only memory that was allocated to be shared can be exported (CUDA VMM with a shareable handle). A
     thread of this process reads any.
     """
-    if placement is GpuPlacement.EXPORTED:
+    if placement is MemoryPlacement.EXPORTED:
         exported = DeviceMemory(storage.address, storage.size_bytes, open_driver())
         return Region(storage.region, exported), "is exported to the daemon's mover"
     # The thread reads all of the rank's memory, so a cache that lies on the host is this process's too.
@@ -101,20 +106,36 @@ def device_region(storage: CacheStorage, placement: GpuPlacement) -> tuple[Regio
     return Region(storage.region, resident), "is read by a thread of this worker"
 
 
-def register_rank(
-    connection: Client, spec: EngineSpec, layout: RankLayout, shared: SharedCaches, timeout_s: float
-) -> RankHandle:
-    """Register a rank with its memory, and start its mover here if no other process can map the memory.
+def share_rank(
+    derived: DerivedCaches, options: Options, search: PlacementSearch | None
+) -> RankSharing[SharedCaches]:
+    """Share a rank's memory. `search`: the placements of a cache in GPU memory; None: it lies on the host.
 
-    Blocks and raises as `Client.register` does.
+    Raises EngineError where no placement's part can be done in this process.
     """
-    if not shared.is_resident:
-        return connection.register(spec, layout, shared.regions, timeout_s)
-    # The worker imports NIXL only for this.
-    from kvxferd import resident
 
-    memories = {r.region: r.memory for r in shared.regions if isinstance(r.memory, ResidentMemory)}
-    return resident.register(connection, spec, layout, memories, timeout_s)
+    def share(name: str) -> SharedCaches:
+        placement = MemoryPlacement(name or MemoryPlacement.EXPORTED)
+        shared = share_memory(derived, placement, adopt=options.adopt_cpu_memory)
+        for line in shared.report:
+            _LOG.info("%s", line)
+        return shared
+
+    return RankSharing(share, search, _LOG)
+
+
+def register_rank(
+    sharing: RankSharing[SharedCaches],
+    derived: DerivedCaches,
+    options: Options,
+    spec: EngineSpec,
+    deadline: float,
+) -> RankHandle:
+    """Register a rank by `deadline` (monotonic seconds), as `RankSharing.register` does."""
+    name = f"vllm {spec.engine_id} ({spec.pp_rank}, {spec.tp_rank})"
+    return sharing.register(
+        lambda: connect_to_daemon(options, name, deadline), spec, derived.layout, deadline
+    )
 
 
 def _try_adopt(storage: CacheStorage) -> tuple[Region | None, str]:

@@ -6,16 +6,17 @@ import sys
 
 import pytest
 
+from kvxferd.engine.placement_search import PlacementSearch
 from kvxferd.errors import Code, DeviceError, EngineError, KvxferdError, MoverError
 from kvxferd.integrations.vllm.memory.gpu_placement import (
-    GpuPlacement,
     PlacementFailure,
-    PlacementSearch,
+    gpu_placement_search,
     placements_for,
 )
+from kvxferd.memory import MemoryPlacement
 
 RANK = "rank (0, 1) of decode-0"
-EXPORTED, RESIDENT = GpuPlacement.EXPORTED, GpuPlacement.RESIDENT
+EXPORTED, RESIDENT = MemoryPlacement.EXPORTED, MemoryPlacement.RESIDENT
 INSTALL_13 = f"run: {sys.executable} -m pip install 'kvxferd[engine-gpu-cu13]'"
 
 
@@ -34,7 +35,7 @@ FULL = EngineError("cannot cuDevicePrimaryCtxRetain: out of memory", Code.DEVICE
 
 
 def search(setting: str = "auto", cuda: str = "13.0", **more: PlacementFailure) -> PlacementSearch:
-    return PlacementSearch(RANK, setting, more.get("pool_failure"), cuda)
+    return gpu_placement_search(RANK, setting, more.get("pool_failure"), cuda)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def search(setting: str = "auto", cuda: str = "13.0", **more: PlacementFailure) 
     [("auto", (EXPORTED, RESIDENT)), ("exported", (EXPORTED,)), ("resident", (RESIDENT,))],
 )
 def test_exported_is_tried_first_and_a_setting_pins_one(
-    setting: str, placements: tuple[GpuPlacement, ...]
+    setting: str, placements: tuple[MemoryPlacement, ...]
 ) -> None:
     assert placements_for(setting) == placements
     assert search(setting).current is placements[0]

@@ -20,8 +20,9 @@ from kvxferd.integrations.vllm.layout.facts import (
     WorkerFacts,
 )
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
-from kvxferd.integrations.vllm.memory.gpu_placement import GpuPlacement
+from kvxferd.integrations.vllm.memory.gpu_placement import placements_for
 from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches, device_region, share_memory
+from kvxferd.memory import MemoryPlacement
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver import Driver
 from kvxferd.memory.driver_registry import open_driver
@@ -152,7 +153,7 @@ class TestDevices:
         uuid = driver.devices()[0].uuid
         size = driver.granularity(uuid)
         with Segment(driver, uuid, [size, size]) as segment:
-            region, how = device_region(self.storage(segment.address, 2 * size), GpuPlacement.EXPORTED)
+            region, how = device_region(self.storage(segment.address, 2 * size), MemoryPlacement.EXPORTED)
             assert isinstance(region.memory, DeviceMemory)
             assert len(region.memory.allocations) == 2
             assert how == "is exported to the daemon's mover"
@@ -167,9 +168,9 @@ class TestDevices:
         storage = self.storage(address, 1 << 20)
         try:
             with pytest.raises(DeviceError, match="cannot export memory") as caught:
-                device_region(storage, GpuPlacement.EXPORTED)
+                device_region(storage, MemoryPlacement.EXPORTED)
             assert caught.value.code is Code.REGION_NOT_EXPORTABLE
-            region, how = device_region(storage, GpuPlacement.RESIDENT)
+            region, how = device_region(storage, MemoryPlacement.RESIDENT)
             assert region.memory == ResidentMemory(address, 1 << 20, uuid)
             assert how == "is read by a thread of this worker"
             shared = SharedCaches((region,), (how,), storages=(storage,))
@@ -180,14 +181,14 @@ class TestDevices:
 
     def test_host_memory_of_a_resident_rank_is_neither_adopted_nor_copied(self) -> None:
         _, derived = derived_of(BIG)
-        shared = share_memory(derived, GpuPlacement.RESIDENT)
+        shared = share_memory(derived, MemoryPlacement.RESIDENT)
         (region,), (storage,) = shared.regions, derived.storages
         assert region.memory == ResidentMemory(storage.address, storage.size_bytes)
         assert shared.bounce_buffers is None
 
     def test_without_a_driver_the_reason_is_the_drivers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("KVXFERD_DRIVER", "none")
-        for placement in GpuPlacement:
+        for placement in placements_for("auto"):
             with pytest.raises(DeviceError) as caught:
                 device_region(self.storage(1 << 20, 4096), placement)
             assert caught.value.code is Code.DEVICE_UNAVAILABLE
