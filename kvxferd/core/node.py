@@ -306,11 +306,15 @@ class Node:
 
     def _start_session(self, event: events.WorkerConnected) -> None:
         opened = Session(event.session, event.pid, event.uid)
-        share = self.context.ledger[ARRIVING_ID_BYTES]
-        opened.assembly = BlockIdAssembly(
-            lambda num_bytes: reserve_arriving(share, event.uid, opened.assembly.num_bytes, num_bytes)
-        )
+        opened.assembly = BlockIdAssembly(lambda num_bytes: self._reserve_arriving(opened, num_bytes))
         self.sessions[event.session] = opened
+
+    def _reserve_arriving(self, session: Session, num_bytes: int) -> bool:
+        """Reserve bytes of ids that arrive. All sessions of a user without a rank here count as one."""
+        share, uid = self.context.ledger[ARRIVING_ID_BYTES], session.uid
+        has_rank = self.context.ledger[RANKS].held_by(uid) > 0
+        num_kept = session.assembly.num_bytes if has_rank else share.held_by(uid)
+        return reserve_arriving(share, uid, num_kept, num_bytes)
 
     def _receive_worker_message(self, event: events.WorkerMessage) -> None:
         session = self.sessions.get(event.session)

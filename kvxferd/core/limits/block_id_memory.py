@@ -38,7 +38,7 @@ def check_num_ids(blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:
 def reserve_arriving(share: Share, uid: int, num_kept: int, num_bytes: int) -> bool:
     """Reserve bytes of ids that arrive in parts, or release them where it is negative.
 
-    `num_kept`: what their session has reserved; the largest request may be. Return whether there was room.
+    `num_kept`: what is reserved already of the largest request. Return whether there was room.
     """
     if num_bytes > 0:
         return num_kept + num_bytes <= MAX_REQUEST_IDS_BYTES and share.acquire(uid, num_bytes)
