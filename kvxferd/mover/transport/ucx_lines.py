@@ -86,5 +86,5 @@ class UcxLines:
         used = parse_transports(line.text) if line is not None and line.level == "INFO" else None
         if used is None:  # an unknown version of UCX wrote it, or something else was written into it
             self._has_unknown = True
-        else:
+        elif used not in self._used:  # each connection has a line, and there are few kinds
             self._used.append(used)
