@@ -127,7 +127,9 @@ class Transfer:
 
     def is_prepared(self, now: float) -> bool:
         """Whether a rank has announced a pull of it that has not come, so that its daemon holds it."""
-        return any(worker.is_alive and now < at + MAX_HOLD_S for worker, at in self.prepared.items())
+        # Its client keeps it until the rank is registered again.
+        held_s = REGISTER_S + MAX_HOLD_S
+        return any(worker.is_alive and now < at + held_s for worker, at in self.prepared.items())
 
     def num_done(self) -> int:
         """How many engines have it, or need it no more."""

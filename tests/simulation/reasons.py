@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 SHORTLY_S = 14.0  # after a fault, in which it still shows: a home knows a restarted node's ranks within 12
 OWN_TIMER_S = 3.0  # within which a client has its restarted daemon's word again
-LONG_DEADLINE_S = 3.0  # one that an undisturbed pull meets
+# A deadline that an undisturbed pull meets, by the pace of reads.
+LONG_DEADLINE_S = {Pace.QUICK: 3.0, Pace.SLOW: 3.0, Pace.LONG: 16.0}
 # From the last word of what is written to the end of a pull, by the pace of reads.
 READY_S = {Pace.QUICK: 8.0, Pace.SLOW: 12.0, Pace.LONG: 40.0}
 READY_KEPT_S = 8.0  # as long as a default lease of `tests.simulation.world`
@@ -133,9 +134,13 @@ class Reasons:
             is_withdrawn = is_withdrawn or worker.generation != worker.engine.generation
         # A pull that comes late may find the lease over.
         is_late = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
-        is_short = code == Code.DEADLINE and pull.deadline - pull.began < LONG_DEADLINE_S
+        long_s = LONG_DEADLINE_S[self._world.traits.pace]
+        is_short = code == Code.DEADLINE and pull.deadline - pull.began < long_s
+        # What was reported of others before their publish, which never came, takes its place for minutes.
+        is_full = code == Code.TRANSFER_NOT_READY and self._world.traits.may_be_busy
         if (
-            pull.is_cancelled or is_withdrawn or is_late or is_short or has_doubts or code == Code.BUSY
+            pull.is_cancelled or is_withdrawn or is_late or is_short or is_full or has_doubts
+            or code == Code.BUSY
             or self.is_struck(pull.began - SHORTLY_S, self._parties(pull))
         ):  # fmt: skip
             self.num_excused += 1

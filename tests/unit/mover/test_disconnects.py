@@ -235,7 +235,8 @@ def test_no_line_is_lost_and_none_is_kept_in_memory(
 ) -> None:
     for _ in range(20_000):
         output.log(CARD)
+    output.log(TCP)
     output.lines.read()
-    assert len(output.lines.take_new()) == 20_000
+    assert [used.transports for used in output.lines.take_new()] == [("rc_mlx5/mlx5_0:1",), ("tcp/lo",)]
     assert output.num_bytes <= 2 * mmap.PAGESIZE
-    assert capfd.readouterr().err == CARD * 20_000
+    assert capfd.readouterr().err == CARD * 20_000 + TCP
