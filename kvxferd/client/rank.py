@@ -335,6 +335,11 @@ class RankHandle(Publisher):
         """
         return not self._session.registration.is_unmapped_elsewhere
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether its mover is a thread of this process, also while it is suspended."""
+        return self._session.registration.launches_movers
+
     def suspend(self) -> None:
         """Request that the daemon unmaps the rank's memory, which may be freed only after `Suspended`."""
         with self._connection.lock:

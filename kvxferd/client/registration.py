@@ -232,6 +232,11 @@ class Registration:
             isinstance(role, RankRole) and role.exports is not None and (role.exports.placement == "resident")
         )
 
+    @property
+    def launches_movers(self) -> bool:
+        """Whether the rank was registered with movers of this process, suspended or not."""
+        return self._launch is not None
+
     # --- movers of this process
 
     def build_new_mover(self) -> Outgoing | None:

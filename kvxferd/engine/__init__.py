@@ -28,10 +28,9 @@ from kvxferd.client import (
     TransferRef,
     connect,
 )
-from kvxferd.engine.registration import register
+from kvxferd.engine.registration import register, resume
 from kvxferd.engine.strided import StridedMemory, strided
 from kvxferd.layout import EngineSpec, Group, NamedTensor
-from kvxferd.memory import share_all
 
 __all__ = [
     "BlockList",
@@ -54,6 +53,6 @@ __all__ = [
     "TransferRef",
     "connect",
     "register",
-    "share_all",
+    "resume",
     "strided",
 ]

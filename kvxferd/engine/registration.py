@@ -1,4 +1,4 @@
-"""`register`: from an engine's tensors to its rank."""
+"""`register`: from an engine's tensors to its rank; `resume`: again, after the rank slept."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from kvxferd.engine.rank_sharing import RankSharing
 from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec, Group, NamedTensor, from_tensors
 from kvxferd.layout.tensor_views import TensorLike
-from kvxferd.memory import MemoryPlacement, SharedMemory, share_all
+from kvxferd.memory import MemoryPlacement, SealedMemory, SharedMemory, share_all
 
 _LOG = logging.getLogger("kvxferd.engine")
+
+_OF_CHILD = (MemoryPlacement.MEMFD, MemoryPlacement.ADOPTED, MemoryPlacement.EXPORTED)
 
 
 def register(
@@ -33,8 +35,8 @@ def register(
 
     Call it before the engine's first forward pass: nothing may write host memory while it is shared
     (`kvxferd.memory.share`). Where the daemon, or this environment, refuses a placement, the next is tried; a
-    daemon that is not there yet, or is busy, is waited for. `RankHandle.resume` takes what `share_all`
-    returns for the same tensors. Where this raises, the engine should end: memory is not adopted twice.
+    daemon that is not there yet, or is busy, is waited for. Where this raises, the engine should end:
+    memory is not adopted twice.
 
     Args:
         socket: the daemon's worker socket, `worker.socket` in its configuration.
@@ -78,8 +80,21 @@ def register(
     except BaseException:
         sharing.shared.close()
         raise
-    rank.call_at_close(sharing.shared.close)  # until then `share_all` finds adopted memory again, to resume
+    sharing.shared.close_with(rank)
     return rank
+
+
+def resume(rank: RankHandle, tensors: Mapping[str, NamedTensor], timeout_s: float = 30.0) -> None:
+    """Register a rank's memory again, after `Suspended`: the same names, in tensors of the same layout.
+
+    A GPU's memory may have been freed meanwhile; host memory stays allocated, because what is adopted is
+    freed only when the rank is closed. Blocks and raises as `RankHandle.resume` does, and raises as
+    `register` does where the memory cannot be shared as it was.
+    """
+    plain = {name: named.tensor for name, named in tensors.items()}
+    shared = _share(plain, [MemoryPlacement.RESIDENT] if rank.is_resident else _OF_CHILD)
+    shared.close_with(rank)
+    rank.resume(shared.regions, timeout_s)
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,12 @@ class _SharedTensors:
     def close(self) -> None:
         for memory in self.memories.values():
             memory.close()
+
+    def close_with(self, rank: RankHandle) -> None:
+        """Keep adopted memory until the rank is closed: `share_all` finds it again. Keep nothing else."""
+        for own in self.memories.values():
+            if own.placement is MemoryPlacement.ADOPTED and isinstance(own.memory, SealedMemory):
+                rank.call_at_close(own.memory.close)
 
 
 def _share(tensors: Mapping[str, TensorLike], placements: Sequence[str]) -> _SharedTensors:

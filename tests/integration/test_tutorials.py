@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,10 @@ from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.waiting import wait_until
 from tests.support.tutorial_program import PAGE, run
 
+DIMS = "kv block token head head_dim"
 ENGINE_PAGE = ROOT / "docs" / "how-to" / "write-an-engine.md"
+
+needs_library = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="no transfer library")
 
 
 def without_times(output: str) -> str:
@@ -38,6 +44,11 @@ def test_an_engine_of_your_own_works_as_pasted(fleet: Fleet, tmp_path: Path) -> 
     assert shown.partition("\n")[2] == run(program, fleet.shared("node").worker_socket, tmp_path)
 
 
+def sleep(rank: kv.RankHandle) -> None:
+    rank.suspend()
+    wait_until(lambda: rank.is_suspended, "suspended")
+
+
 class TestRegister:
     """`kvxferd.engine.register`, with a daemon."""
 
@@ -45,20 +56,35 @@ class TestRegister:
 
     def test_adopted_memory_is_found_again_to_resume(self, fleet: Fleet) -> None:
         torch = pytest.importorskip("torch")
-        tensors = {"cache": torch.zeros(2, 1280, 16, 8, 64, dtype=torch.bfloat16)}
-        named = {"cache": kv.NamedTensor(tensor=tensors["cache"], dims="kv block token head head_dim")}
+        cache = torch.zeros(2, 1280, 16, 8, 64, dtype=torch.bfloat16)
+        named = {"cache": kv.NamedTensor(tensor=cache, dims=DIMS)}
         socket = fleet.shared("node").worker_socket
         with kv.register(socket, self.SPEC, named, placements=["adopted"]) as rank:
-            rank.suspend()
-            wait_until(lambda: not rank.memory_in_use and rank.is_suspended, "suspended")
-            rank.resume(kv.share_all(tensors))
+            assert not rank.is_resident
+            sleep(rank)
+            kv.resume(rank, named)
             assert rank.is_connected
         with pytest.raises(EngineError, match="of another origin"):  # its descriptor is closed
-            share(tensors["cache"], ["memfd"])
+            share(cache, ["memfd"])
+
+    @needs_library
+    def test_what_no_other_process_can_map_gets_a_mover_here(self, fleet: Fleet) -> None:
+        torch = pytest.importorskip("torch")
+        named = {"cache": kv.NamedTensor(tensor=torch.zeros(2, 4, 16, 8, 64), dims=DIMS)}
+        with kv.register(fleet.shared("node").worker_socket, self.SPEC, named) as rank:
+            assert rank.is_resident
+            sleep(rank)
+            assert rank.is_resident
+            freed = weakref.ref(named["cache"].tensor)
+            named = {"cache": kv.NamedTensor(tensor=torch.zeros(2, 4, 16, 8, 64), dims=DIMS)}
+            gc.collect()
+            assert freed() is None, "what sleeps is freed"
+            kv.resume(rank, named)
+            assert rank.is_connected
 
     def test_where_no_placement_works_the_message_lists_each(self, fleet: Fleet) -> None:
         torch = pytest.importorskip("torch")
-        small = kv.NamedTensor(tensor=torch.zeros(2, 4, 16, 8, 64), dims="kv block token head head_dim")
+        small = kv.NamedTensor(tensor=torch.zeros(2, 4, 16, 8, 64), dims=DIMS)
         socket = fleet.shared("node").worker_socket
         with pytest.raises(EngineError) as refused:
             kv.register(socket, self.SPEC, {"cache": small}, placements=["memfd", "adopted"])
