@@ -24,7 +24,7 @@ LONG_PREFILL_S = 8.0  # longer than a peer may be silent to which a request for 
 LEASE_S = 60.0
 AWAY_S = (0.01, 1.0)
 LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
-REPEATED_S = 241.0  # after which transfers that have ended make room for others
+REPEATED_S = 281.0  # after which transfers that have ended, or were never published, make room for others
 GONE_S = 75.0  # by then nothing is known of it: longer than leases and all that is repeated
 BACK_S = 60.0
 
@@ -72,7 +72,7 @@ class Aftermath:
     def check_arrives(self, source: Engine, sink: Engine, hardship: Hardship) -> None:
         """A transfer arrives: at the first attempt, where its pull need not fail."""
         world = self._world
-        if "ended_transfers" in world.traits.low_numbers:
+        if world.traits.has_low_limits or {"ended_transfers", "early_ready"} & {*world.traits.low_numbers}:
             self._wait(lambda: False, REPEATED_S)
         self._wait(lambda: world.is_ready, BACK_S)
         if self._is_home_behind:
