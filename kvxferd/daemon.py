@@ -124,7 +124,7 @@ class Daemon:
         self._peer_socket = PeerSocket(
             config.peer.bind,
             self._on_event,
-            self._node_now,
+            lambda: self._node,
             self._peer_admission.allowlist,
             self._peer_admission.key,
         )
@@ -344,14 +344,10 @@ class Daemon:
     def _count_warnings(self, kind: WarningKind) -> int:
         return self._admin.warning_watch.count(kind)
 
-    def _node_now(self) -> Node:
-        """Return the node, which knows what time it is, also where nothing has happened for long."""
-        self._on_event(Tick())
-        return self._node
-
     def snapshot(self) -> NodeSnapshot:
         """Return the node's current state."""
-        return self._node_now().snapshot()
+        self._on_event(Tick())
+        return self._node.snapshot()
 
     def reload(self) -> ReloadResult:
         """Read the configuration again. Raises ConfigError if it is invalid; then nothing changes."""

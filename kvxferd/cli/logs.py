@@ -30,7 +30,7 @@ def logs(daemon: ControlClient, num_lines: int, follow: bool) -> None:
             if not follow:
                 return
             time.sleep(FOLLOW_EVERY_S)
-            page = get_again(daemon, f"/v1/log?after={page['last']}")
+            page = get_again(daemon, f"/v1/log?after={page['cursor']}")
             shown = page["lines"]
     except KeyboardInterrupt:
         return

@@ -43,8 +43,8 @@ def merge_reloaded(running: LoadedConfig, read: LoadedConfig) -> MergedConfig:
         sections[section] = msgspec.structs.replace(before, **{field: _value_of(read.config, key)})
     # `replace` does not validate; the constructor does.
     fields = {name: sections.get(name, getattr(config, name)) for name in config.__struct_fields__}
-    sources = {key: source for key, source in running.sources.items() if key not in changed}
-    sources |= {key: source for key, source in read.sources.items() if key in changed}
+    sources = {key: source for key, source in running.sources.items() if key not in RELOADABLE}
+    sources |= {key: source for key, source in read.sources.items() if key in RELOADABLE}
     ignored = [key for key in differing if key not in RELOADABLE]
     return MergedConfig(LoadedConfig(Config(**fields), sources), changed, ignored)
 

@@ -190,12 +190,9 @@ def _sampled_seconds(request: web.Request) -> int:
 
 
 async def recent_log(request: web.Request) -> web.StreamResponse:
-    """The last lines of the log, oldest first, or those `after` a number, and the number of the last one."""
-    text = request.query.get("after", "0")
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise KvxferdError("cannot show the log: after is no number of a line", Code.BAD_REQUEST)
-    lines, last = LOG_BUFFER.lines(int(text))
-    return json_response({"lines": lines, "last": last})
+    """The last lines of the log, oldest first, or those `after` a cursor, and the cursor for what follows."""
+    lines, cursor = LOG_BUFFER.lines(request.query.get("after", "")[:64])
+    return json_response({"lines": lines, "cursor": cursor})
 
 
 ROUTES = [

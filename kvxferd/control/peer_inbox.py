@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from kvxferd.control.fair_thread import FairThread
-from kvxferd.core.events import CheckedLayout, Event, LayoutsChecked, PeerReply, PeerRequest
+from kvxferd.core.events import CheckedLayout, Event, LayoutsChecked, PeerReply, PeerRequest, Tick
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import checked_layouts
 from kvxferd.errors import Code, KvxferdError, ProtocolError, count_busy_refusal
@@ -183,6 +183,7 @@ class PeerInbox:
         if not sender.route:
             self._log_refused(sender, Code.OUT_OF_PLACE, "a JoinRank came as a reply")
             return
+        self._on_event(Tick())  # a refusal may end with time, and nothing may have happened for long
         refused = self._checks().refusal_of_join(sender.route, outline, sender.key)
         if refused is not None:
             self._reply(sender.route, refused)

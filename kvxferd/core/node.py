@@ -310,11 +310,13 @@ class Node:
         self.sessions[event.session] = opened
 
     def _reserve_arriving(self, session: Session, num_bytes: int) -> bool:
-        """Reserve bytes of ids that arrive. All sessions of a user without a rank here count as one."""
-        share, uid = self.context.ledger[ARRIVING_ID_BYTES], session.uid
-        has_rank = self.context.ledger[RANKS].held_by(uid) > 0
-        num_kept = session.assembly.num_bytes if has_rank else share.held_by(uid)
-        return reserve_arriving(share, uid, num_kept, num_bytes)
+        """Reserve bytes of ids that arrive. All sessions of users without a rank here count as one."""
+        share, ranks = self.context.ledger[ARRIVING_ID_BYTES], self.context.ledger[RANKS]
+        num_kept = session.assembly.num_bytes
+        if num_bytes > 0 and not ranks.held_by(session.uid):
+            strangers = [one for one in self.sessions.values() if not ranks.held_by(one.uid)]
+            num_kept = sum(one.assembly.num_bytes for one in strangers)
+        return reserve_arriving(share, session.uid, num_kept, num_bytes)
 
     def _receive_worker_message(self, event: events.WorkerMessage) -> None:
         session = self.sessions.get(event.session)

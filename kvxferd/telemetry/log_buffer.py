@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import io
 import os
+import secrets
 import select
 import threading
 import time
@@ -98,6 +99,7 @@ class LogBuffer:
         self._changed = threading.Condition(threading.RLock())
         self._ordinary = _Ring(MAX_LINES, MAX_BYTES)
         self._errors = _Ring(MAX_ERROR_LINES, MAX_ERROR_BYTES)
+        self._name = secrets.token_hex(4)
         self._num_lines = 0
         self._num_unreported = 0  # lines dropped since the last report
         self._reported_at = 0.0
@@ -125,14 +127,15 @@ class LogBuffer:
             if is_error or self._is_idle:
                 self._changed.notify()
 
-    def lines(self, after: int = 0) -> tuple[list[str], int]:
-        """Return the lines after that number, oldest first, and the number of the last line.
+    def lines(self, after: str = "") -> tuple[list[str], str]:
+        """Return the lines after a cursor, oldest first, and a cursor for those after them.
 
-        Lines are numbered anew by each process: one that has not come yet is another process's.
+        A cursor of another process, which numbers its lines by itself, is before the first.
         """
+        name, _, number = after.partition("-")
         with self._changed:
-            last = self._num_lines
-            first = after if after <= last else 0
+            last = f"{self._name}-{self._num_lines}"
+            first = int(number) if name == self._name and number.isdecimal() else 0
             kept = heapq.merge(self._ordinary.lines, self._errors.lines)
             return [line.text[:-1].decode(errors="replace") for line in kept if line.number > first], last
 

@@ -56,7 +56,8 @@ class TestRegister:
 
     def test_adopted_memory_is_found_again_to_resume(self, fleet: Fleet) -> None:
         torch = pytest.importorskip("torch")
-        cache = torch.zeros(2, 1280, 16, 8, 64, dtype=torch.bfloat16)
+        # So large that malloc maps it for itself, whatever the heap of this process has free.
+        cache = torch.zeros(2, 10_240, 16, 8, 64, dtype=torch.bfloat16)
         named = {"cache": kv.NamedTensor(tensor=cache, dims=DIMS)}
         socket = fleet.shared("node").worker_socket
         with kv.register(socket, self.SPEC, named, placements=["adopted"]) as rank:

@@ -76,7 +76,7 @@ def test_wrong_bytes_are_noticed_and_their_cause_is_cut_down(monkeypatch: pytest
     tally = runs.run_many(7, 3000)
     assert list(tally.broken) == [Check.RIGHT_BYTES.name]
     (failed,) = tally.failed
-    shrinker = Shrinker(Plan.draw(failed.seed, runs.size_of(failed.seed)), max_runs=12)
+    shrinker = Shrinker(Plan.draw(failed.seed, runs.size_of(failed.seed)), max_runs=24)
     shrunk = shrinker.shrink()
     assert shrunk.check == Check.RIGHT_BYTES.name
     assert len(shrinker.plan.faults) <= shrinker.plan.size.faults / 2, shrinker.describe()

@@ -109,7 +109,7 @@ BLOCK_ID_BYTES = Limit(
 ARRIVING_ID_BYTES = Limit(
     "arriving_id_bytes",
     16 * MAX_REQUEST_IDS_BYTES,
-    "block ids that are arriving; of all sessions of a user without a rank here 16 MiB",
+    "block ids that are arriving; of all users without a rank here 16 MiB",
     "`busy`",
     "Sixteen of the largest requests. One of a million tokens at 16 a block is 256 KiB, and arrives "
     "within a millisecond",

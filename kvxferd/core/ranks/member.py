@@ -8,6 +8,7 @@ from functools import partial
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToPeer, SendToWorker
+from kvxferd.core.limits.table import RETRY_AFTER_S
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
@@ -156,16 +157,16 @@ class Member:
         rank.reported.move_to_end(transfer_id)
         if len(rank.reported) > MAX_REPORTED:
             rank.reported.popitem(last=False)
-        self._send_ready(rank, incarnation, transfer_id, ready_tokens)
+        self._send_ready(rank, incarnation, ready_tokens, transfer_id)
 
     def _report_again(self, rank: LocalRank) -> None:
         """Report all that a home that is new does not know. It ignores what has ended there."""
         for transfer_id, (incarnation, ready_tokens) in rank.reported.items():
-            report = partial(self._send_ready, rank, incarnation, transfer_id, ready_tokens)
+            report = partial(self._send_ready, rank, incarnation, ready_tokens, transfer_id)
             self._context.put_off(rank.uid, report)
 
     def _send_ready(
-        self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int
+        self, rank: LocalRank, incarnation: Incarnation, ready_tokens: int, transfer_id: TransferId
     ) -> None:
         spec = rank.spec
         message = RankReady(
@@ -183,14 +184,15 @@ class Member:
     def report_answered(self, rank: LocalRank, report: RankReady, reply: ReplyMessage) -> None:
         """Report once more what found no room among its user's requests: pulls there may wait for it."""
         if isinstance(reply, PeerRefused) and reply.code is Code.BUSY:
-            named = ("report", rank.session, report.transfer_id)
-            again = partial(self._report_latest, rank, report.transfer_id)
-            self._context.after(named, reply.retry_after_s, again)
+            rank.unsent.add(report.transfer_id)
+            again = partial(self._report_unsent, rank)
+            self._context.after(("unsent", rank.session), RETRY_AFTER_S, again)
 
-    def _report_latest(self, rank: LocalRank, transfer_id: TransferId) -> None:
-        if (known := rank.reported.get(transfer_id)) is not None:  # else it is released, or the rank has left
-            incarnation, ready_tokens = known
-            self._send_ready(rank, incarnation, transfer_id, ready_tokens)
+    def _report_unsent(self, rank: LocalRank) -> None:
+        unsent, rank.unsent = rank.unsent, set()
+        for transfer_id in sorted(unsent & rank.reported.keys()):  # else it is released, or the rank has left
+            report = partial(self._send_ready, rank, *rank.reported[transfer_id], transfer_id)
+            self._context.put_off(rank.uid, report)
 
     # --- requests of the home
 

@@ -107,6 +107,7 @@ class LocalRank:
     polling_request: int = 0  # of its home, which gets a reply once the mover polls; 0: there is none
     # What it has reported as written and not heard to be released, the latest: a home that restarts lost it.
     reported: OrderedDict[TransferId, tuple[Incarnation, int]] = field(default_factory=OrderedDict)
+    unsent: set[TransferId] = field(default_factory=set)  # of these, what found no room among the requests
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
     placement: MeasuredPlacement = field(default_factory=MeasuredPlacement)

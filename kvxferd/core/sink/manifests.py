@@ -127,7 +127,7 @@ class HandshakeClient:
         self._learnt_bytes_share.release(fetch.uid, fetch.num_bytes)
         self._learning_share.release(fetch.uid)
         place = (fetch.peer.endpoint, fetch.key)
-        if self._fetches[place] is fetch:
+        if self._fetches.get(place) is fetch:
             del self._fetches[place]
         if isinstance(outcome, RemoteEngine):
             outcome = self._charge_engine(fetch, outcome)

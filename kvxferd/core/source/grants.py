@@ -144,7 +144,7 @@ class GrantServer:
             return Obstacle(Code.OUT_OF_PLACE, why)
         if grant not in transfer.grants and (
             len(transfer.grants) >= MAX_GRANTS_PER_TRANSFER
-            or sum(one.peer_id == request.peer_id for one in transfer.grants.values()) >= MAX_GRANTS_PER_PEER
+            or transfer.num_grants_of_peer[request.peer_id] >= MAX_GRANTS_PER_PEER
         ):
             count_busy_refusal("grants_per_transfer")
             limits = f"{MAX_GRANTS_PER_TRANSFER} are the limit, and {MAX_GRANTS_PER_PEER} of one peer"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvxferd.core.limits.ledger import Charge, Ledger
 from kvxferd.core.limits.table import ACKNOWLEDGED, BLOCK_ID_BYTES
-from kvxferd.core.tables import discard
+from kvxferd.core.tables import decrease, discard
 from kvxferd.ids import (
     AgentName,
     Endpoint,
@@ -97,6 +97,7 @@ class Transfer:
     charged_bytes: int = 0  # that count in its user's share
     traceparent: str = ""  # under which this node records it; "": it does not
     grants: dict[GrantId, Grant] = field(default_factory=dict)
+    num_grants_of_peer: Counter[str] = field(default_factory=Counter)  # by `Grant.peer_id`
     readers: dict[EngineKey, Reader] = field(default_factory=dict)
     reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # in ranks, by peer id
 
@@ -254,13 +255,18 @@ class TransferTable:
 
     def add_grant(self, transfer: Transfer, grant: Grant) -> None:
         """Put a new grant on the transfer's lease."""
+        transfer.num_grants_of_peer[grant.peer_id] += 1
         transfer.grants[grant.grant_id] = grant
         self.by_grant[grant.grant_id] = transfer
 
     def end_grant(self, grant_id: GrantId) -> Grant | None:
         """Take a grant off its lease and return it; None: it has ended before."""
         transfer = self.by_grant.pop(grant_id, None)
-        return transfer.grants.pop(grant_id) if transfer is not None else None
+        if transfer is None:
+            return None
+        grant = transfer.grants.pop(grant_id)
+        decrease(transfer.num_grants_of_peer, grant.peer_id)
+        return grant
 
     def published_by(self, session: SessionId) -> list[Transfer]:
         """Return the live transfers that a session published."""

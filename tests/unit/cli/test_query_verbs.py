@@ -10,9 +10,7 @@ import pytest
 
 from kvxferd.cli.history import format_handover, format_ways
 from kvxferd.control import http_routes
-from kvxferd.errors import KvxferdError
 from kvxferd.telemetry.log_buffer import LogBuffer
-from kvxferd.tooling.control_client import ControlClient
 from tests.support.node_samples import StillNode, pull_record
 from tests.support.verb_harness import daemon, run
 
@@ -153,13 +151,6 @@ async def test_logs_prints_the_last_lines_with_the_errors_among_them(
             f"line {number}\N{REPLACEMENT CHARACTER}[2J" for number in (1, 2, 3)
         ]
         assert (await run("logs", "-n", "0", *socket)).stdout == ""
-
-
-async def test_the_log_after_a_line_is_asked_for_by_number(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as config:
-        client = ControlClient(config.control.socket)
-        with pytest.raises(KvxferdError, match="after is no number of a line"):
-            await asyncio.to_thread(client.get, "/v1/log?after=-1")
 
 
 async def test_a_topology_has_the_names_of_in_engine_connectors(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class Harness:
         self.answered: list[Message] = []
         self.going_on = threading.Event()
         self.is_defect: Callable[[ev.Event], bool] = lambda event: False  # once
+        self.num_ticks = 0
         self.removed: set[str] = set()  # keys that are in the allow-list no more
         self.inbox = PeerInbox(
             NoChecks,
@@ -56,6 +57,9 @@ class Harness:
         if self.is_defect(event):
             self.is_defect = lambda event: False
             raise RuntimeError("a defect")
+        if isinstance(event, ev.Tick):
+            self.num_ticks += 1
+            return
         self.received.put_nowait(event)
 
     async def next(self) -> ev.Event:
@@ -74,6 +78,12 @@ def harness(monkeypatch) -> Iterator[Harness]:
     yield made
     made.going_on.set()
     made.inbox.close()
+
+
+async def test_a_join_is_checked_at_the_present_time(harness):
+    """Though nothing has happened for long: what its refusal waits for may be over."""
+    harness.inbox.handle(MEMBER, encode(join()))
+    assert harness.num_ticks == 1
 
 
 async def test_what_waits_is_taken_where_the_manifest_could_not_be(harness):

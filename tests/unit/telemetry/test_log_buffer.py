@@ -262,14 +262,17 @@ def test_the_newest_lines_stay_and_errors_beside_them() -> None:
     assert (first, second, last) == ("the error", "10", str(log_buffer.MAX_LINES + 9))
 
 
-def test_what_came_after_a_line_can_be_asked_for_and_another_processs_number_is_none() -> None:
-    buffer = LogBuffer()
-    for number in range(3):
+def test_what_follows_a_cursor_is_shown_and_all_where_the_daemon_has_restarted() -> None:
+    buffer, before = LogBuffer(), LogBuffer()
+    buffer.put("0")
+    _, first = buffer.lines()
+    for number in (1, 2):
         buffer.put(str(number), is_error=number == 1)
-    assert buffer.lines() == (["0", "1", "2"], 3)
-    assert buffer.lines(after=1) == (["1", "2"], 3)
-    assert buffer.lines(after=3) == ([], 3)
-    assert buffer.lines(after=4) == (["0", "1", "2"], 3), "the daemon has restarted"
+    found, cursor = buffer.lines(after=first)
+    assert found == ["1", "2"]
+    assert buffer.lines(after=cursor) == ([], cursor)
+    for text in (before.lines()[1], "", "-", cursor + "x", cursor.replace("-", "")):
+        assert buffer.lines(after=text) == (["0", "1", "2"], cursor)
 
 
 def test_lines_that_were_written_stay_to_be_shown(pipe: Pipe) -> None:

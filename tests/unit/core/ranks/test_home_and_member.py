@@ -9,7 +9,7 @@ from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
-from kvxferd.wire.peer import JoinRank, RankReady, RequestDone
+from kvxferd.wire.peer import JoinRank, PeerRefused, RankReady, RequestDone
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of, spec_of
 
 
@@ -26,6 +26,11 @@ def spread(world):
         stage.fill(IDS, TOKENS, seed=1)
     sink = world.engine(world.host("d"), "decode", layout="NHD", layers=4)[0]
     return stages, sink
+
+
+def reports_of(member):
+    """The numbers of the reports that have no reply yet."""
+    return [n for n, one in member.node.peer_requests._open.items() if isinstance(one.message, RankReady)]
 
 
 def late_join(record, member):
@@ -508,3 +513,18 @@ def test_a_report_that_found_no_room_is_sent_once_there_is_some(world, spread, m
     assert sink.ended(ticket) is None
     world.advance(3.0)
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+
+
+@pytest.mark.parametrize("absurd", [float("nan"), -1.0, 1e300])
+def test_a_homes_absurd_figure_disturbs_no_timer(world, spread, absurd):
+    """Its heap is everybody's: among others, a time that is no number would let them pass by."""
+    stages, _ = spread
+    member = stages[1].host
+    world.cut.add(("p1", "p0"))
+    stages[1].ready("early")
+    (number,) = reports_of(member)
+    refused = PeerRefused(request=number, code=Code.BUSY, message="", retry_after_s=absurd)
+    world.feed(member, ev.PeerReply(stages[0].host.endpoint, refused))
+    timers = member.node.context.timers
+    assert member.node.context.now < timers.next_deadline() <= member.node.context.now + 3.0
+    assert not reports_of(member), "it is sent when its turn comes"

@@ -412,16 +412,16 @@ def test_what_arrives_in_parts_has_a_share_of_each_user(monkeypatch):
     assert host.node.context.ledger[ARRIVING_ID_BYTES].held == 0
 
 
-def test_all_that_arrives_of_a_user_without_a_rank_is_one_request(world):
+def test_all_that_arrives_of_users_without_a_rank_is_one_request(world):
     """Whoever may connect can make the daemon keep it: the publish is refused anyway."""
     host = world.host("p")
     for number in range(3):
-        scheduler = world.connect(host)
+        scheduler = world.connect(host, uid=2000 + number)
         scheduler.say(wk.Attach(request=1, engine_id=f"e{number}", generation="g"))
         for part in range(10):
             scheduler.say(BlockIds(stream=1, group="full", offset=part << 20, ids=bytes(1 << 20)))
     assert host.node.context.ledger[ARRIVING_ID_BYTES].held <= 16 << 20
-    rank = world.register(host, spec_of("e"))  # of the same user, who has a rank now
+    rank = world.register(host, spec_of("e"))
     for part in range(10):
         rank.say(BlockIds(stream=1, group="full", offset=part << 20, ids=bytes(1 << 20)))
     assert host.node.sessions[rank.session].assembly.num_bytes == 10 << 20
