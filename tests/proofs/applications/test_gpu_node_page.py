@@ -115,6 +115,8 @@ def test_without_the_cards_that_it_names_no_mover_starts(tmp_path: Path) -> None
     daemon = Daemon(tmp_path / "run", {}, ("--config", str(path)))
     try:
         wait_until(lambda: "before its agent was made" in daemon.log.read_text(), "a mover dies", 60)
+        # What UCX has said of it is copied when its forkserver has seen it dead.
+        wait_until(lambda: "are not available" in daemon.log.read_text(), "UCX's reason", 10)
         log = daemon.log.read_text()
     finally:
         daemon.stop()
