@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import Engine, Transfer
+from tests.simulation.engine import Engine, Pull, Transfer
 from tests.simulation.fabric import Moment, SimTransport
 from tests.simulation.reasons import SILENT_S
 from tests.simulation.world import PlannedMessage
@@ -167,10 +167,14 @@ class Aftermath:
         # Some are tried again, and given up again. A read of a mover that stands still has its deadline: that
         # of the node, or of a worker that was stopped.
         granted = {} if how is Loss.IS_GONE else world.words.granted
-        pulls = [pull for pull in world.open_pulls if pull.transfer.name not in granted]
-        if not self._wait(lambda: all(pull.ended for pull in pulls), SILENT_S):
-            waiting = [f"{p.worker.name} of {p.transfer.transfer_id}" for p in pulls if not p.ended]
-            raise Violation(Check.SILENT, f"{lost} {how.value}, and its readers wait on: {waiting}")
+        pulls = list(world.open_pulls)
+
+        def waiting() -> list[Pull]:  # a home on another node may grant meanwhile
+            return [pull for pull in pulls if not pull.ended and pull.transfer.name not in granted]
+
+        if not self._wait(lambda: not waiting(), SILENT_S):
+            who = [f"{pull.worker.name} of {pull.transfer.transfer_id}" for pull in waiting()]
+            raise Violation(Check.SILENT, f"{lost} {how.value}, and its readers wait on: {who}")
         self._cut_off(lost)
         self._end(lost, of_lost)
         self._wait(lambda: False, GONE_S + 1.0)
