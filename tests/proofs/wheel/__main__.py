@@ -188,7 +188,7 @@ def check_pipx(work: Path, tools: Path, built: Built) -> None:
     tomllib.loads(sample)
     (work / "sample.toml").write_text(sample)
     _run([command, "config", "check", str(work / "sample.toml")])
-    shown = json.loads(_run([command, "config", "show", "--json"], **run_dir).stdout)["settings"]
+    shown = json.loads(_run([command, "config", "show", "--here", "--json"], **run_dir).stdout)["settings"]
     _expect(
         shown["node.run_dir"]["source"] == "KVXFERD_NODE_RUN_DIR", f"config show: {shown['node.run_dir']}"
     )
