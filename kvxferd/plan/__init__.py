@@ -13,6 +13,7 @@ from kvxferd.plan.block_list_checks import (
     check_open_blocks,
     check_request,
     engine_rules,
+    has_all_blocks,
 )
 from kvxferd.plan.block_windows import ListRules, SourceLists, list_rules
 from kvxferd.plan.differences import Difference, find_differences
@@ -66,6 +67,7 @@ __all__ = [
     "engine_rules",
     "find_differences",
     "format_terms",
+    "has_all_blocks",
     "list_rules",
     "make_plan",
     "plan_bytes",

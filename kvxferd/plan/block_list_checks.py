@@ -149,8 +149,8 @@ def check_open_blocks(
     blocks: Mapping[GroupName, PackedBlocks],
     num_tokens: int,
     added: Mapping[GroupName, PackedBlocks] | None = None,
-) -> bool:
-    """Check the lists of a request that grows to `num_tokens`; return whether they hold all of it.
+) -> None:
+    """Check the lists of a request that grows to `num_tokens`.
 
     A list may be empty until the last part comes; then each group has one. `added` are the last ids of lists
     whose other ids were checked before: then those alone are checked, in a time that does not grow with the
@@ -159,18 +159,16 @@ def check_open_blocks(
     unknown = blocks.keys() - {rule.group.name for rule in rules}
     if unknown:
         raise blocks_invalid(f"cannot use blocks of group {min(unknown)!r}: the engine has no such group")
-    is_whole, scans = True, IdScans()
+    scans = IdScans()
     for group, granule_tokens in rules:
         listed = blocks.get(group.name)
         if listed is None or not listed.ids:
-            is_whole = False
             continue
         if group.kind is GroupKind.STATE:
             _check_list(group, listed, num_tokens, granule_tokens, scans)
             continue
         side = block_geometry(group)
         end = listed.first_token + len(listed) * side.id_tokens
-        is_whole &= end >= num_tokens
         part = listed if added is None else added.get(group.name)
         if part is None or not part.ids:
             continue
@@ -183,7 +181,16 @@ def check_open_blocks(
         else:
             upto = max(min(end, num_tokens), listed.first_token + 1)
             _check_list(group, listed, upto, granule_tokens, scans)
-    return is_whole
+
+
+def has_all_blocks(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> bool:
+    """Whether the lists of a request hold all of it, of every group: no blocks are to be added."""
+    for group, _ in rules:
+        listed = blocks.get(group.name, PackedBlocks(b""))
+        end = listed.first_token + len(listed) * block_geometry(group).id_tokens
+        if not listed.ids or (group.kind is not GroupKind.STATE and end < num_tokens):
+            return False
+    return True
 
 
 def check_request(

@@ -29,6 +29,7 @@ from kvxferd.plan import (
     check_open_blocks,
     check_request,
     engine_rules,
+    has_all_blocks,
     make_plan,
 )
 from tests.simulation.contents import Contents, Memories, expected_bytes
@@ -182,7 +183,8 @@ def test_daemons_take_a_publish_that_grows() -> None:
         for number, part in enumerate(split_publish(rng, pull.source, pull.published, pull.steps(rng))):
             assert not (part and is_whole), "blocks are added to lists that are whole"
             extend(published, part)
-            is_whole = check_open_blocks(rules, published, pull.num_tokens, pack(part) if number else None)
+            check_open_blocks(rules, published, pull.num_tokens, pack(part) if number else None)
+            is_whole = has_all_blocks(rules, published, pull.num_tokens)
         assert is_whole
         assert published == pack(pull.published)
 

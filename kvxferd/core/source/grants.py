@@ -152,15 +152,16 @@ class GrantServer:
         if engine.find_remapped(transfer.incarnations) is not None:  # it was released for that, or is now
             return Obstacle(Code.RANK_LOST, "a rank's memory was mapped anew since it was published")
         if not self._is_readable(message, transfer, engine):
-            why = f"ranks {', '.join(map(str, transfer.unready(engine.spec)))} have not said ready"
+            unready = ", ".join(map(str, transfer.unready(engine.spec)))
+            why = f"ranks {unready} have not said ready" if unready else "its publisher has yet to add blocks"
             return Obstacle(Code.TRANSFER_NOT_READY, why, self._wait_limit_s(message))
         return None
 
     @staticmethod
     def _is_readable(message: GrantRequest, transfer: Transfer, engine: LocalEngine) -> bool:
         """Whether the reader can go on: with the whole, or with more than it has."""
-        is_ready = transfer.is_ready(engine.spec)
-        return is_ready or 0 <= message.after_tokens < transfer.tokens_ready(engine.spec)
+        is_ready = transfer.is_ready(engine)
+        return is_ready or 0 <= message.after_tokens < transfer.tokens_ready(engine)
 
     def _wait_limit_s(self, message: GrantRequest) -> float:
         is_progressive = message.after_tokens >= 0
@@ -193,7 +194,7 @@ class GrantServer:
         message = request.message
         self._waiting.remove(request)
         blocks, has_more = _page(transfer, engine, message.from_tokens)
-        is_ready = transfer.is_ready(engine.spec)
+        is_ready = transfer.is_ready(engine)
         granted = GrantReply(
             request=message.request,
             grant=message.grant,
@@ -205,7 +206,7 @@ class GrantServer:
             fence_word=transfer.fence_word,
             fence_metadata=place.metadata,
             has_more=has_more,
-            ready_tokens=-1 if is_ready else transfer.tokens_ready(engine.spec),
+            ready_tokens=-1 if is_ready else transfer.tokens_ready(engine),
         )
         self._context.emit(ReplyToPeer(request.route, granted), num_id_bytes(blocks))
 

@@ -26,7 +26,6 @@ class Admitted(NamedTuple):
 
     engine: LocalEngine
     incarnations: Mapping[Rank, Incarnation]  # the mappings that hold the transfer's bytes
-    has_all_blocks: bool  # no blocks are to be added
     charged_bytes: int
 
 
@@ -56,17 +55,14 @@ class PublishChecks:
         incarnations = self._incarnations_of(session, engine, message)
         charged = request_bytes(blocks) + incarnation_bytes(len(engine.spec.ranks()), message.incarnations)
         self._context.ledger[BLOCK_ID_BYTES].check(session.uid, charged, what)
-        has_all_blocks = self._check_blocks(engine, message, blocks, session.own_rank)
-        return Admitted(engine, incarnations, has_all_blocks, charged)
+        self._check_blocks(engine, message, blocks, session.own_rank)
+        return Admitted(engine, incarnations, charged)
 
     @staticmethod
     def _check_blocks(
         engine: LocalEngine, message: Publish, blocks: BlocksByGroup, rank: Rank | None
-    ) -> bool:
-        """Check the block lists against the groups of all ranks: each rank reads only its own groups.
-
-        Returns whether they hold the whole request: no blocks are to be added.
-        """
+    ) -> None:
+        """Check the block lists against the groups of all ranks: each rank reads only its own groups."""
         check_num_ids(blocks, f"publish transfer {message.transfer_id}")
         unknown = blocks.keys() - {rule.group.name for rule in engine.rules}
         if unknown and (absent := engine.unregistered()):
@@ -80,7 +76,7 @@ class PublishChecks:
             )
         if message.ready_tokens == -1:
             check_blocks_by(engine.rules, blocks, message.num_tokens, "the engine's")
-            return True
+            return
         nobody_extends = rank is None and engine.spec.publish_implies_ready
         if nobody_extends or not 0 <= message.ready_tokens <= message.num_tokens:
             raise _refusal(
@@ -88,7 +84,7 @@ class PublishChecks:
                 f"{message.ready_tokens} of {message.num_tokens} tokens are ready; give at most all of them, "
                 "and where the engine declares `publish_implies_ready` publish on a rank",
             )
-        return check_open_blocks(engine.rules, blocks, message.num_tokens)
+        check_open_blocks(engine.rules, blocks, message.num_tokens)
 
     def _incarnations_of(
         self, session: Session, engine: LocalEngine, message: Publish

@@ -27,7 +27,7 @@ from kvxferd.core.source.waiting import WaitingRequests
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, SessionId, TransferId
 from kvxferd.layout import BlocksByGroup, append_ids
-from kvxferd.plan import check_open_blocks, covered_tokens
+from kvxferd.plan import check_open_blocks
 from kvxferd.records import ReleaseRecord
 from kvxferd.wire.peer import RankReady, RequestDone, TransferReleased
 from kvxferd.wire.traceparent import span_id_for
@@ -142,8 +142,7 @@ class PublishedTransfers:
             ready_tokens={} if rank is None else {rank: num_ready},
             incarnations=admitted.incarnations,
             lease_s=lease_s,
-            covered_tokens=covered_tokens(admitted.engine.rules, blocks, message.num_tokens),
-            has_all_blocks=admitted.has_all_blocks,
+            is_growing=message.ready_tokens >= 0,
             charged_bytes=admitted.charged_bytes,
             traceparent=settings.sampled_trace(message.traceparent, message.nonce),
         )
@@ -165,13 +164,13 @@ class PublishedTransfers:
             return
         rules, before = engine.rules, request_bytes(transfer.blocks)
         try:
-            if transfer.has_all_blocks:
+            if transfer.has_all_blocks(engine):
                 raise EngineError(f"cannot extend transfer {transfer.transfer_id}: it has all its blocks")
             _append(engine, transfer.blocks, blocks)
             check_num_ids(transfer.blocks, f"extend transfer {transfer.transfer_id}")
             charged = request_bytes(transfer.blocks) - before
             self._block_ids.check(transfer.uid, charged, f"extend transfer {transfer.transfer_id}")
-            transfer.has_all_blocks = check_open_blocks(rules, transfer.blocks, transfer.num_tokens, blocks)
+            check_open_blocks(rules, transfer.blocks, transfer.num_tokens, blocks)
         except KvxferdError as error:
             # A group that no rank here has may be that of a rank which has left, or is not back yet.
             is_known = blocks.keys() <= {rule.group.name for rule in rules}
@@ -180,7 +179,6 @@ class PublishedTransfers:
             return
         self._block_ids.add(transfer.uid, charged)
         transfer.charged_bytes += charged
-        transfer.covered_tokens = covered_tokens(rules, transfer.blocks, transfer.num_tokens)
         self._renew_lease(transfer)
         self._waiting.wake(transfer.key)
 

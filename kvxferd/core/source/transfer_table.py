@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvxferd.core.limits.ledger import Charge, Ledger
 from kvxferd.core.limits.table import ACKNOWLEDGED, BLOCK_ID_BYTES
+from kvxferd.core.ranks.registry import LocalEngine
 from kvxferd.core.tables import decrease, discard
 from kvxferd.ids import (
     AgentName,
@@ -20,6 +21,7 @@ from kvxferd.ids import (
     TransferId,
 )
 from kvxferd.layout import BlocksByGroup, EngineSpec
+from kvxferd.plan import covered_tokens, has_all_blocks
 from kvxferd.records import ReaderRecord, TransferSnapshot
 from kvxferd.wire.limits import MAX_RANKS
 from kvxferd.wire.peer import Consumer
@@ -91,9 +93,7 @@ class Transfer:
     incarnations: Mapping[Rank, Incarnation]
     lease_s: float = 0.0  # by which an extension renews the lease
     ready_tokens: dict[Rank, int] = field(default_factory=dict)  # how far each rank has written it
-    # Until it is whole: up to which token the blocks hold it.
-    covered_tokens: int = 0
-    has_all_blocks: bool = True
+    is_growing: bool = False  # its publisher adds blocks
     charged_bytes: int = 0  # that count in its user's share
     traceparent: str = ""  # under which this node records it; "": it does not
     grants: dict[GrantId, Grant] = field(default_factory=dict)
@@ -124,14 +124,20 @@ class Transfer:
         """Return the ranks that have not written all of it."""
         return [r for r in self._writers(spec) if self.ready_tokens.get(r, 0) < ALL_TOKENS]
 
-    def is_ready(self, spec: EngineSpec) -> bool:
-        """Whether every rank of the engine has finished writing all blocks."""
-        return self.has_all_blocks and not self.unready(spec)
+    def has_all_blocks(self, engine: LocalEngine) -> bool:
+        """Whether no blocks are to be added. A rank that comes back may bring a group that lacks them."""
+        return not self.is_growing or has_all_blocks(engine.rules, self.blocks, self.num_tokens)
 
-    def tokens_ready(self, spec: EngineSpec) -> int:
+    def is_ready(self, engine: LocalEngine) -> bool:
+        """Whether every rank of the engine has finished writing all blocks."""
+        return self.has_all_blocks(engine) and not self.unready(engine.spec)
+
+    def tokens_ready(self, engine: LocalEngine) -> int:
         """Return up to which token every rank has written it, and its blocks are known."""
-        known = self.num_tokens if self.has_all_blocks else self.covered_tokens
-        return min([known, *(self.ready_tokens.get(rank, 0) for rank in self._writers(spec))])
+        known = self.num_tokens
+        if not self.has_all_blocks(engine):
+            known = covered_tokens(engine.rules, self.blocks, self.num_tokens)
+        return min([known, *(self.ready_tokens.get(rank, 0) for rank in self._writers(engine.spec))])
 
     def _writers(self, spec: EngineSpec) -> Iterable[Rank]:
         """Return the ranks whose reports count: where the publish implies them, the publisher's alone."""

@@ -62,7 +62,7 @@ def list_transfers(
     for start in range(0, len(live), BATCH):
         for transfer in live[start : start + BATCH]:
             engine = registry.get(transfer.engine)
-            is_ready = engine is not None and transfer.is_ready(engine.spec)
+            is_ready = engine is not None and transfer.is_ready(engine)
             state = transfer.state(is_ready)
             listing.states[state] += 1
             listing.num_grants += len(transfer.grants)
@@ -73,7 +73,7 @@ def list_transfers(
             if len(listing.shown) < MAX_SHOWN:
                 num_ready = transfer.num_tokens if is_ready else 0
                 if engine is not None and not is_ready:
-                    num_ready = transfer.tokens_ready(engine.spec)
+                    num_ready = transfer.tokens_ready(engine)
                 listing.shown.append(transfer.snapshot(context.now, state, num_ready))
         yield None
     return listing

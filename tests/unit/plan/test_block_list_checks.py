@@ -16,6 +16,7 @@ from kvxferd.plan.block_list_checks import (
     check_blocks_by,
     check_open_blocks,
     engine_rules,
+    has_all_blocks,
     ids_as_int32,
 )
 from tests.support.attention_engines import FULL, blocks, engine, layout_of, plan_between, spec
@@ -183,7 +184,8 @@ def test_a_long_list_is_scanned_once_for_all_ranks_that_differ(scans: list[int])
     with pytest.raises(EngineError, match="its ids are 0 to 127"):
         check_blocks_by(rules, blocks([*range(99), 130]), 400)
     del scans[:]
-    assert check_open_blocks(rules, long, 400)
+    check_open_blocks(rules, long, 400)
+    assert has_all_blocks(rules, long, 400)
     assert len(scans) == 2
     own = {rank: held for rank, (held, _) in engine(tp=4).items()}
     source = {rank: (held, layout_of(held, num_blocks=128 + rank.tp_rank)) for rank, held in own.items()}
@@ -195,7 +197,8 @@ def test_a_long_list_is_scanned_once_for_all_ranks_that_differ(scans: list[int])
 
 def test_a_complete_list_to_which_nothing_is_added_is_not_scanned(scans: list[int]) -> None:
     rules = engine_rules([block_rules(engine()[Rank(0, 0)][1])])
-    assert check_open_blocks(rules, blocks(range(100)), 400, blocks([]))
+    check_open_blocks(rules, blocks(range(100)), 400, blocks([]))
+    assert has_all_blocks(rules, blocks(range(100)), 400)
     assert scans == []
 
 

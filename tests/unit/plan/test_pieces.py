@@ -13,7 +13,14 @@ from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, Group, PackedBlocks, pack_ids, unpack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.layout.tensors import GroupKind
-from kvxferd.plan import PieceRules, check_open_blocks, check_request, covered_tokens, make_plan
+from kvxferd.plan import (
+    PieceRules,
+    check_open_blocks,
+    check_request,
+    covered_tokens,
+    has_all_blocks,
+    make_plan,
+)
 from kvxferd.plan.block_list_checks import GroupRule
 
 NUM_BLOCKS = 4096
@@ -86,19 +93,23 @@ def test_windows_and_states_are_read_with_the_last_piece():
 
 def test_lists_grow_until_each_group_has_all():
     lists = {"full": packed(3)}
-    assert not check_open_blocks(RULES, lists, 20)
+    check_open_blocks(RULES, lists, 20)
+    assert not has_all_blocks(RULES, lists, 20)
     assert covered_tokens(RULES, lists, 20) == 12
     lists["full"] = packed(5)
     assert covered_tokens(RULES, lists, 20) == 20
-    assert not check_open_blocks(RULES, lists, 20)
+    check_open_blocks(RULES, lists, 20)
+    assert not has_all_blocks(RULES, lists, 20)
     lists["window"] = packed(2, 12)
     lists["state"] = PackedBlocks(pack_ids([7]), state_at=20)
-    assert check_open_blocks(RULES, lists, 20)
+    check_open_blocks(RULES, lists, 20)
+    assert has_all_blocks(RULES, lists, 20)
 
 
 def test_a_part_is_checked_by_itself_until_its_list_is_complete():
     grown = {"full": PackedBlocks(pack_ids([1, 1, 2]))}  # that 1 stands twice was found before, or will be
-    assert not check_open_blocks(RULES, grown, 20, {"full": PackedBlocks(pack_ids([2]))})
+    check_open_blocks(RULES, grown, 20, {"full": PackedBlocks(pack_ids([2]))})
+    assert not has_all_blocks(RULES, grown, 20)
     complete = {"full": PackedBlocks(pack_ids([1, 1, 2, 3, 4]))}
     with pytest.raises(EngineError, match="cannot use block 1 of group 'full' twice"):
         check_open_blocks(RULES, complete, 20, {"full": PackedBlocks(pack_ids([4]))})

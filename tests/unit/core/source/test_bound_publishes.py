@@ -362,3 +362,25 @@ def test_a_growing_list_of_a_stage_that_is_not_back_is_no_mistake_of_the_engine(
     blocks = {group: PackedBlocks(pack_ids(IDS)) for group in ("full", "window")}
     stage.say(wk.Ready(transfer_id="t", blocks=blocks, incarnation=stage.incarnation, ready_tokens=TOKENS))
     assert stage.over() == [("t", Code.RANK_LOST)]
+
+
+def test_a_transfer_grows_by_the_group_of_a_stage_that_comes_back(world: World) -> None:
+    known = stages_of_groups(world, world.host("p"))[0].known
+    host = world.host("p")
+    (stage,) = stages_of_groups(world, host, only=0)
+    grows = wk.Publish(
+        transfer_id="t",
+        nonce="ab" * 16,
+        blocks={"full": PackedBlocks(pack_ids(IDS))},  # all that the engine has until its other stage is back
+        num_tokens=TOKENS,
+        fence_slot=0,
+        incarnations=known,
+        ready_tokens=TOKENS,
+    )
+    stage.say(grows, b"w" * 16)
+    stages_of_groups(world, host, only=1)
+    added = {"window": PackedBlocks(pack_ids(IDS))}
+    stage.say(wk.Ready(transfer_id="t", blocks=added, incarnation=stage.incarnation, ready_tokens=TOKENS))
+    assert stage.over() == []
+    stage.say(wk.Ready(transfer_id="t", blocks=added, incarnation=stage.incarnation, ready_tokens=TOKENS))
+    assert stage.over() == [("t", Code.BLOCKS_INVALID)]  # now it has all its blocks
