@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 from collections.abc import Iterable, Mapping
@@ -43,7 +42,7 @@ class Region:
         region: the region's id in the layout, which also gives its size.
         memory: a `kvxferd.memory.SealedMemory` or another sealed memfd, a `DeviceMemory` of a GPU, or a
             `ResidentMemory`, which only this process can reach.
-        offset: bytes from the start of `memory`; of a memfd a multiple of the page size.
+        offset: bytes from the start of `memory`.
     """
 
     region: RegionId
@@ -195,11 +194,9 @@ def _check_names(layout: RankLayout, listed: dict[RegionId, Region]) -> None:
 
 
 def _check_bounds(region: Region, size_bytes: int) -> None:
-    is_memfd = not isinstance(region.memory, DeviceMemory | ResidentMemory)
-    if region.offset < 0 or (is_memfd and region.offset % mmap.PAGESIZE):
+    if region.offset < 0:
         raise EngineError(
-            f"cannot export region {region.region!r} at offset {region.offset}: "
-            f"give a multiple of the page size, {mmap.PAGESIZE}",
+            f"cannot export region {region.region!r} at offset {region.offset}: give 0 or more",
             Code.REGION_INVALID,
         )
     if region.offset + size_bytes > region.memory.size_bytes:

@@ -206,7 +206,7 @@ class RankHandle(Publisher):
         groups = frozenset(group.name for group in layout.groups)
         # It publishes for all stages, which may hold other groups: only the daemon has the list of them.
         super().__init__(connection, groups if engine.pp_size == 1 else None)
-        self._layout, self._own_groups = layout, groups
+        self.spec, self.layout, self._own_groups = engine, layout, groups
 
     def __enter__(self) -> RankHandle:
         return self
@@ -359,7 +359,7 @@ class RankHandle(Publisher):
             KvxferdError: no reply within `timeout_s` (`deadline`, or `daemon-lost` while no daemon is there):
                 the client goes on trying until `suspend` is called.
         """
-        exports = export_memory(self._layout, regions)
+        exports = export_memory(self.layout, regions)
         connection = self._connection
         with connection.lock:
             try:

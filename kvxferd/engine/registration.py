@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvxferd.client import RankHandle, Region, connect
 from kvxferd.engine.placement_search import PlacementSearch
 from kvxferd.engine.rank_sharing import RankSharing
+from kvxferd.errors import LayoutError
 from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec, Group, NamedTensor, from_tensors
 from kvxferd.layout.tensor_views import TensorLike
@@ -89,8 +90,17 @@ def resume(rank: RankHandle, tensors: Mapping[str, NamedTensor], timeout_s: floa
 
     A GPU's memory may have been freed meanwhile; host memory stays allocated, because what is adopted is
     freed only when the rank is closed. Blocks and raises as `RankHandle.resume` does, and raises as
-    `register` does where the memory cannot be shared as it was.
+    `register` does where the memory cannot be shared as it was. Raises LayoutError where the tensors do not
+    lie in their memory as they did; their addresses may have changed.
     """
+    known = rank.layout
+    layout = from_tensors(rank.spec, tensors, known.groups, range(known.start_layer, known.end_layer))
+    if layout != known:
+        raise LayoutError(
+            f"cannot resume rank ({rank.spec.pp_rank}, {rank.spec.tp_rank}) of {rank.spec.engine_id}: the "
+            "tensors are not laid out as at `register`; give the same names, shapes, strides and storages, "
+            "or close the rank and register a new one"
+        )
     plain = {name: named.tensor for name, named in tensors.items()}
     shared = _share(plain, [MemoryPlacement.RESIDENT] if rank.is_resident else _OF_CHILD)
     shared.close_with(rank)

@@ -7,7 +7,6 @@ imported here.
 from __future__ import annotations
 
 import dataclasses
-import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -61,14 +60,13 @@ class TensorView:
 class TensorRegion:
     """The allocation under one tensor, or under several that share it: one region of a layout.
 
-    On the host it begins at the page of the first byte, because another process can map only whole pages.
+    It begins at its first byte, wherever that lies in a page: a layout does not depend on addresses.
     """
 
     region: RegionId
     address: int
     size_bytes: int
     device: str  # torch's type of device: "cpu", "cuda"
-    allocated_at: int  # the address of its first storage, which `address` may be before
     owners: tuple[object, ...] = dataclasses.field(compare=False, repr=False)  # they keep it allocated
 
     @property
@@ -87,11 +85,6 @@ def tensor_view(tensor: TensorLike, region: RegionId, region_address: int) -> Te
         strides=tuple(int(stride) * itemsize for stride in tensor.stride()),
         itemsize=itemsize,
     )
-
-
-def page_start(address: int) -> int:
-    """Return the address of the page that an address of the host lies in."""
-    return address // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def device_type(tensor: TensorLike) -> str:
@@ -121,12 +114,7 @@ def tensor_regions(tensors: Mapping[str, TensorLike]) -> tuple[TensorRegion, ...
             owners=(*last.owners, *found.owners),
         )
     merged.sort(key=lambda one: order[one.region])
-    return tuple(_from_page_start(found) for found in merged)
-
-
-def _from_page_start(found: TensorRegion) -> TensorRegion:
-    start = page_start(found.address) if found.device == "cpu" else found.address
-    return dataclasses.replace(found, address=start, size_bytes=found.end - start)
+    return tuple(merged)
 
 
 def _region_of(name: str, tensor: TensorLike) -> TensorRegion:
@@ -148,4 +136,4 @@ def _region_of(name: str, tensor: TensorLike) -> TensorRegion:
             f"cannot describe tensor {name!r}: it has no memory ({size_bytes} bytes on device {device!r}); "
             "give the tensor that the engine computes in"
         )
-    return TensorRegion(RegionId(name), address, size_bytes, device, address, (owner,))
+    return TensorRegion(RegionId(name), address, size_bytes, device, (owner,))

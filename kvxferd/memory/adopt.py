@@ -48,7 +48,7 @@ class Adopted(NamedTuple):
     """Memory that other processes can map, and the offset in it at which the adopted range begins."""
 
     memory: SealedMemory
-    offset: int  # bytes; a multiple of the page size if the address was
+    offset: int  # bytes
 
 
 class _DlInfo(ctypes.Structure):
@@ -60,16 +60,13 @@ class _DlInfo(ctypes.Structure):
     )
 
 
-def adopt(address: int, size_bytes: int, *, allocated_at: int | None = None) -> Adopted:
-    """Exchange the pages under an allocation, and return the memory that is there now.
+def adopt(address: int, size_bytes: int) -> Adopted:
+    """Exchange the pages under the block that malloc returned, and return the memory that is there now.
 
-    The range is the block that malloc returned, or whole pages around it; `allocated_at` is the address that
-    malloc returned, if the range begins elsewhere. Raises EngineError(region-invalid) with the reason, and
-    then nothing has changed.
+    Raises EngineError(region-invalid) with the reason, and then nothing has changed.
     """
-    start, length = _mapping_of_block(address if allocated_at is None else allocated_at)
-    behind = start + length - (address + size_bytes)
-    if not start <= address <= address + size_bytes or not 0 <= behind < mmap.PAGESIZE:
+    start, length = _mapping_of_block(address)
+    if not 0 <= start + length - (address + size_bytes) < mmap.PAGESIZE:
         raise _cannot_adopt(
             address,
             f"its {size_bytes} bytes are not the whole block that glibc mapped, {length} at {start:#x}",

@@ -36,6 +36,16 @@ class Mapping:
         self.address = address
         self.size_bytes = size_bytes
 
+    @property
+    def page_address(self) -> int:
+        """The address of the page that the memory begins in: the kernel maps whole pages."""
+        return self.address - self.address % mmap.PAGESIZE
+
+    @property
+    def end(self) -> int:
+        """The address after the last byte."""
+        return self.address + self.size_bytes
+
     def view(self) -> memoryview:
         """Return the bytes. The view must not be used after `unmap`."""
         return memoryview((ctypes.c_char * self.size_bytes).from_address(self.address)).cast("B")
@@ -44,33 +54,34 @@ class Mapping:
         """Release the memory but keep the addresses, at which private zeros are now."""
         # A source that unmaps a page while it is read over TCP dies by SIGSEGV.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-        if _LIBC.mmap(self.address, self.size_bytes, _READ_WRITE, flags, -1, 0) == _FAILED:
+        start, length = self.page_address, self.end - self.page_address
+        if _LIBC.mmap(start, length, _READ_WRITE, flags, -1, 0) == _FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def unmap(self) -> None:
         """Unmap the memory. Idempotent."""
-        size, self.size_bytes = self.size_bytes, 0
-        if size:
-            _LIBC.munmap(self.address, size)
+        if self.size_bytes:
+            _LIBC.munmap(self.page_address, self.end - self.page_address)
+            self.size_bytes = 0
 
 
 def map_memfd(fd: int, size_bytes: int, offset: int = 0) -> Mapping:
     """Map `size_bytes` of the descriptor from `offset` on; the descriptor may be closed afterwards.
 
-    Raises EngineError(region-invalid) where the offset is not a multiple of the page size or the
-    kernel refuses. The caller has checked the descriptor with `check_memfd`.
+    The offset is any: the page that it lies in is mapped from its start. Raises EngineError(region-invalid)
+    where the kernel refuses. The caller has checked the descriptor with `check_memfd`.
     """
-    if size_bytes <= 0 or offset < 0 or offset % mmap.PAGESIZE:
+    if size_bytes <= 0 or offset < 0:
         raise EngineError(
-            f"cannot map {size_bytes} bytes at offset {offset}: the size must be positive "
-            f"and the offset a multiple of {mmap.PAGESIZE}",
+            f"cannot map {size_bytes} bytes at offset {offset}: give a size above 0 and an offset from 0 on",
             Code.REGION_INVALID,
         )
-    address = _LIBC.mmap(None, size_bytes, _READ_WRITE, mmap.MAP_SHARED, fd, offset)
+    before = offset % mmap.PAGESIZE
+    address = _LIBC.mmap(None, before + size_bytes, _READ_WRITE, mmap.MAP_SHARED, fd, offset - before)
     if address is None or address == _FAILED:
         reason = os.strerror(ctypes.get_errno())
         raise EngineError(f"cannot map {size_bytes} bytes at offset {offset}: {reason}", Code.REGION_INVALID)
-    return Mapping(address, size_bytes)
+    return Mapping(address + before, size_bytes)
 
 
 def map_over(address: int, size_bytes: int, fd: int, offset: int) -> None:

@@ -26,9 +26,8 @@ def prefault(mapping: Mapping) -> Iterator[None]:
 
     Ends early where the kernel cannot do it.
     """
-    for offset in range(0, mapping.size_bytes, STEP_BYTES):
-        size = min(STEP_BYTES, mapping.size_bytes - offset)
-        for start, length in _existing_pages(mapping.address + offset, size):
+    for at in range(mapping.page_address, mapping.end, STEP_BYTES):
+        for start, length in _existing_pages(at, min(STEP_BYTES, mapping.end - at)):
             if _LIBC.madvise(start, length, _POPULATE_WRITE):
                 return
         yield

@@ -157,7 +157,7 @@ def _in_memfd(region: TensorRegion) -> _Made:
 
 def _adopted(region: TensorRegion) -> _Made:
     _require_device(region, "cpu")
-    found = adopt(region.address, region.size_bytes, allocated_at=region.allocated_at)
+    found = adopt(region.address, region.size_bytes)
     return found.memory, found.offset
 
 

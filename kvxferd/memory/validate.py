@@ -97,8 +97,6 @@ def _check_export(export: RegionExport, fds: Sequence[int]) -> range:
     if not 0 <= named.start < named.stop <= len(fds):
         raise EngineError(f"it is in descriptors {named}, and {len(fds)} came", Code.REGION_INVALID)
     if export.kind == "memfd":
-        if export.fd_offset % mmap.PAGESIZE:
-            raise EngineError("it must start at a page boundary of its memfd", Code.REGION_INVALID)
         check_memfd(fds[export.fd_index], export.fd_offset + export.size_bytes)
     elif export.kind == "vmm":
         _check_pieces(export)

@@ -31,7 +31,7 @@ class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     region: RegionId
     size_bytes: int
     fd_index: int = 0  # position among the registration's descriptors
-    fd_offset: int = 0  # where the region starts in that descriptor; memfd: a multiple of the page size
+    fd_offset: int = 0  # where the region starts in that descriptor
     kind: Annotated[str, NAME] = "memfd"
     device: Annotated[str, NAME] = ""  # vmm, resident: UUID of the GPU; "": host memory
     # vmm: the size of each allocation under the region, in order of address

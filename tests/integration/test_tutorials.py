@@ -8,6 +8,7 @@ import re
 import weakref
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvxferd import engine as kv
@@ -82,6 +83,37 @@ class TestRegister:
             assert freed() is None, "what sleeps is freed"
             kv.resume(rank, named)
             assert rank.is_connected
+
+    @needs_library
+    def test_it_resumes_wherever_the_tensors_are_now_and_only_as_they_were_laid_out(
+        self, fleet: Fleet
+    ) -> None:
+        torch = pytest.importorskip("torch")
+        socket = fleet.shared("node").worker_socket
+        place = torch.arange(1 << 20, dtype=torch.uint8)
+
+        def at(offset: int, name: str = "cache") -> dict[str, kv.NamedTensor]:
+            cache = kv.strided(place.data_ptr() + offset, (2, 4, 16, 8, 64), "bfloat16")
+            return {name: kv.NamedTensor(tensor=cache, dims=DIMS)}
+
+        read = torch.zeros(2, 4, 16, 8, 64, dtype=torch.bfloat16)
+        reader = msgspec.structs.replace(self.SPEC, engine_id="reader")
+        tensors = {"cache": kv.NamedTensor(tensor=read, dims=DIMS)}
+        with (
+            kv.register(socket, self.SPEC, at(64), placements=["resident"]) as rank,
+            kv.register(socket, reader, tensors, placements=["resident"]) as other,
+        ):
+            sleep(rank)
+            with pytest.raises(LayoutError, match="are not laid out as at `register`"):
+                kv.resume(rank, at(64, "renamed"))
+            moved = 3_000  # another place in its page
+            kv.resume(rank, at(moved))
+            blocks = {"full": kv.BlockList(ids=range(4))}
+            ref = rank.publish("moved", blocks, num_tokens=64)
+            ticket = other.pull(ref, blocks, 64, deadline_s=30)
+            wait_until(lambda: bool(other.poll()) or ticket.delivered is not None, "delivered")
+            assert ticket.delivered
+            assert torch.equal(read.view(torch.uint8).ravel(), place[moved : moved + read.nbytes])
 
     def test_where_no_placement_works_the_message_lists_each(self, fleet: Fleet) -> None:
         torch = pytest.importorskip("torch")

@@ -49,7 +49,7 @@ def maps_of(pid: int, name: str) -> int:
     [
         (export(2 * SIZE), Code.REGION_TOO_SMALL),
         (export(offset=mmap.PAGESIZE), Code.REGION_TOO_SMALL),
-        (export(4096, offset=100), Code.REGION_INVALID),
+        (export(4096, offset=-1), Code.REGION_INVALID),
         (export(0), Code.REGION_INVALID),
         (export(fd_index=1), Code.REGION_INVALID),
         (export(fd_index=-1), Code.REGION_INVALID),

@@ -103,7 +103,7 @@ def test_a_connection_is_one_rank(stage: Stage) -> None:
         ({}, Code.REGION_INVALID, "no memory given for regions"),  # forgotten
         ({REGION: 0, RegionId("x"): 0}, Code.REGION_INVALID, "has no regions"),  # one too many
         ([(REGION, 4096)], Code.REGION_TOO_SMALL, "bytes 4096 to"),  # does not fit behind its offset
-        ([(REGION, 7)], Code.REGION_INVALID, "multiple of the page size"),
+        ([(REGION, -1)], Code.REGION_INVALID, "give 0 or more"),
         ([(REGION, 0), (REGION, 0)], Code.REGION_INVALID, "twice"),
     ],
 )

@@ -19,15 +19,8 @@ from tests.support.open_fds import num_open_fds
 MIB = 1 << 20
 
 
-def pages_around(tensor: torch.Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    end = tensor.data_ptr() + tensor.untyped_storage().nbytes()
-    return start, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE - start
-
-
 def adopt_tensor(tensor: torch.Tensor) -> Adopted:
-    address, size = pages_around(tensor)
-    return adopt(address, size, allocated_at=tensor.untyped_storage().data_ptr())
+    return adopt(tensor.data_ptr(), tensor.nbytes)
 
 
 @pytest.fixture
@@ -58,7 +51,7 @@ class TestAdopted:
         self, numbers: torch.Tensor, adopted: Adopted
     ) -> None:
         other = map_memfd(adopted.memory.fd, adopted.memory.size_bytes)
-        lead = numbers.data_ptr() - pages_around(numbers)[0] + adopted.offset
+        lead = adopted.offset
         view = other.view()
         view[lead + 8 : lead + 16] = (-7).to_bytes(8, "little", signed=True)
         numbers[3 * MIB] = 77
@@ -79,7 +72,7 @@ class TestAdopted:
         self, numbers: torch.Tensor
     ) -> None:
         found = adopt_tensor(numbers)
-        lead = numbers.data_ptr() - pages_around(numbers)[0] + found.offset
+        lead = found.offset
         numbers[5] = 55
         name = "memfd:kvxferd-adopted (deleted)"
         view = numbers.view(torch.uint8)
@@ -102,29 +95,24 @@ class TestRefused:
 
     def test_a_block_of_the_heap(self) -> None:
         small = torch.ones(1024, dtype=torch.uint8)
-        address, size = pages_around(small)
-        assert "cannot adopt" in self.refusal(address, size, allocated_at=small.data_ptr())
+        assert "cannot adopt" in self.refusal(small.data_ptr(), small.nbytes)
         assert bool((small == 1).all())
 
     def test_a_part_of_a_block(self, numbers: torch.Tensor) -> None:
-        address, size = pages_around(numbers)
-        block = numbers.data_ptr()
-        assert "not the whole block" in self.refusal(address, size - 2 * mmap.PAGESIZE, allocated_at=block)
-        assert "not the whole block" in self.refusal(address, size + mmap.PAGESIZE, allocated_at=block)
+        address, size = numbers.data_ptr(), numbers.nbytes
+        assert "not the whole block" in self.refusal(address, size - 2 * mmap.PAGESIZE)
+        assert "not the whole block" in self.refusal(address, size + mmap.PAGESIZE)
 
     def test_the_middle_of_a_block(self, numbers: torch.Tensor) -> None:
-        address, size = pages_around(numbers)
-        why = self.refusal(address, size, allocated_at=numbers.data_ptr() + 4 * MIB)
+        why = self.refusal(numbers.data_ptr() + 4 * MIB, numbers.nbytes)
         assert "glibc has not mapped it by itself" in why
 
     def test_memory_that_is_shared_already(self) -> None:
         shared = torch.zeros(8 * MIB, dtype=torch.uint8).share_memory_()
-        address, size = pages_around(shared)
-        assert "private anonymous memory" in self.refusal(address, size, allocated_at=shared.data_ptr())
+        assert "private anonymous memory" in self.refusal(shared.data_ptr(), shared.nbytes)
 
     def test_memory_that_was_adopted_before(self, numbers: torch.Tensor, adopted: Adopted) -> None:
-        address, size = pages_around(numbers)
-        assert "private anonymous memory" in self.refusal(address, size, allocated_at=numbers.data_ptr())
+        assert "private anonymous memory" in self.refusal(numbers.data_ptr(), numbers.nbytes)
 
     def test_a_mapping_that_nobody_allocated(self) -> None:
         with mmap.mmap(-1, 8 * MIB) as anonymous:
@@ -133,9 +121,8 @@ class TestRefused:
             gc.collect()  # the view of the address
 
     def test_nothing_is_left_behind_by_a_refusal(self, numbers: torch.Tensor) -> None:
-        address, size = pages_around(numbers)
         before = num_open_fds()
-        self.refusal(address, size - mmap.PAGESIZE * 4, allocated_at=numbers.data_ptr())
+        self.refusal(numbers.data_ptr(), numbers.nbytes - mmap.PAGESIZE * 4)
         assert num_open_fds() == before
         assert mappings_named("kvxferd-adopted") == []
 
@@ -155,9 +142,9 @@ class TestRefused:
         code = (
             "import ctypes; from kvxferd.memory.adopt import adopt\n"
             "malloc = ctypes.CDLL(None).malloc; malloc.restype = ctypes.c_void_p\n"
-            "address = malloc(64 << 20); a = address // 4096 * 4096\n"
+            "address = malloc(64 << 20)\n"
             "ctypes.memset(address, 7, 64 << 20)\n"
-            "try: adopt(a, (64 << 20) + 4096, allocated_at=address)\n"
+            "try: adopt(address, 64 << 20)\n"
             "except Exception as error: print(error.code, error.message)\n"
             "assert ctypes.string_at(address, 64 << 20) == bytes([7]) * (64 << 20)"
         )

@@ -64,6 +64,14 @@ def test_what_nobody_wrote_is_not_made(fd: int, mapping: Mapping) -> None:
     assert num_made(fd) == made
 
 
+def test_a_mapping_that_begins_within_a_page(fd: int) -> None:
+    os.pwrite(fd, bytes(SIZE), 0)
+    late = map_memfd(fd, SIZE - 100, 100)
+    assert list(prefault(late)) == [None] * 3
+    assert num_mapped(late) == SIZE // PAGE
+    late.unmap()
+
+
 def test_what_is_not_mapped_is_left_alone() -> None:
     assert list(prefault(Mapping(0x1000, SIZE))) == [None] * 3
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import mmap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -58,17 +57,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class CacheStorage:
-    """One of vLLM's allocations, which becomes a region.
-
-    On the host the region is whole pages, from the page of the first byte on, because another process
-    can map only whole pages.
-    """
+    """One of vLLM's allocations, which becomes a region."""
 
     region: RegionId
     address: int
     size_bytes: int
     device: str  # torch's type of device, "cpu" or "cuda"
-    owner: torch.UntypedStorage  # keeps the allocation alive
+    owner: torch.UntypedStorage = dataclasses.field(repr=False)  # keeps the allocation alive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,14 +198,10 @@ class _Derivation:
     def _view_of(self, tensor: torch.Tensor) -> TensorView:
         """Return a tensor's view, and add its storage to the regions."""
         storage = tensor.untyped_storage()
-        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        start = storage.data_ptr()
         if start not in self._storages:
             region = RegionId(f"kv.{len(self._storages)}")
-            page = mmap.PAGESIZE if tensor.device.type == "cpu" else 1
-            address = start // page * page
-            self._storages[start] = CacheStorage(
-                region, address, -(-end // page) * page - address, tensor.device.type, storage
-            )
+            self._storages[start] = CacheStorage(region, start, storage.nbytes(), tensor.device.type, storage)
         found = self._storages[start]
         return tensor_view(tensor, found.region, found.address)
 

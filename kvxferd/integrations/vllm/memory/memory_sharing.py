@@ -141,7 +141,7 @@ def register_rank(
 def _try_adopt(storage: CacheStorage) -> tuple[Region | None, str]:
     """Return the region of a host allocation shared in place, or None and the reason."""
     try:
-        found = adopt_pages(storage.address, storage.size_bytes, allocated_at=storage.owner.data_ptr())
+        found = adopt_pages(storage.address, storage.size_bytes)
     except EngineError as error:
         return None, error.message
     return Region(storage.region, found.memory, found.offset), ""

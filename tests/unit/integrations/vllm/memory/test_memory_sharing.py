@@ -22,7 +22,7 @@ from kvxferd.integrations.vllm.layout.facts import (
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.memory.gpu_placement import placements_for
 from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches, device_region, share_memory
-from kvxferd.memory import MemoryPlacement
+from kvxferd.memory import MemoryPlacement, SealedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver import Driver
 from kvxferd.memory.driver_registry import open_driver
@@ -58,11 +58,11 @@ def opened() -> Iterator[list[SharedCaches]]:
         one.close()
 
 
-def mapped(shared: SharedCaches) -> mmap.mmap:
+def mapped(shared: SharedCaches) -> memoryview:
     """Return the only region as another process sees it."""
     (region,) = shared.regions
-    assert region.offset == 0
-    return mmap.mmap(region.memory.fd, region.memory.size_bytes)
+    assert isinstance(region.memory, SealedMemory)
+    return memoryview(mmap.mmap(region.memory.fd, region.memory.size_bytes))[region.offset :]
 
 
 def offset_of(derived: DerivedCaches, component: str, layer: int, block: int) -> int:
@@ -85,7 +85,6 @@ def test_memory_of_its_own_is_adopted_and_seen_by_others(opened: list[SharedCach
     assert other[at : at + 4] == views[2][5, 0, 0, 64:66].view(torch.uint8).numpy().tobytes()
     other[at : at + 2] = b"\x01\x02"
     assert views[2].view(torch.int16)[5, 0, 0, 64] == 0x0201
-    other.close()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,6 @@ def test_what_is_not_adopted_is_copied_block_by_block(
     assert (views[1][first].view(torch.uint8) == 0x21).all()
     rest = [block for block in range(BLOCKS) if block // per_id != 5]
     assert all(torch.equal(view[rest], old[rest]) for view, old in zip(views, before, strict=True))
-    other.close()
 
 
 @pytest.mark.parametrize("adopt", [True, False])
