@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tests.simulation.checks import Check
+from tests.simulation.history import HISTORY, wrong_in_history
 from tests.simulation.interposed import set_on
 from tests.simulation.kernel import Process, TaskState
 from tests.simulation.libzmq import SimSocket, SimTracker
@@ -133,8 +134,17 @@ class Audit:
 
     def left_in_daemons(self, path: str) -> list[str]:
         """Return what is wrong by the replies of all daemons."""
-        look = self._left_in_daemon if path == STATUS else self._miscounted
+        look = {STATUS: self._left_in_daemon, METRICS: self._miscounted, HISTORY: self._misremembered}[path]
         return [text for node in self._world.node_names for text in look(node)]
+
+    def _misremembered(self, node: str) -> list[str]:
+        """Return what a daemon's history says otherwise than engines."""
+        reply, heard = self._operator.replies[node, HISTORY], self._world.heard[node]
+        # A later process of an engine may give its transfers the same names.
+        once = {engine.shape.name for engine in self._world.engines if engine.life == 1}
+        heard.releases = {key: whys for key, whys in heard.releases.items() if key[0] in once}
+        is_whole = node not in self._world.unsure_counts
+        return [f"{node}: {text}" for text in wrong_in_history(reply, heard, is_whole=is_whole)]
 
     def _left_in_daemon(self, node: str) -> list[str]:
         """Return what a daemon by its own word still has."""

@@ -50,6 +50,7 @@ class Check(StrEnum):
     READY = "a reader is told when what it waits for is there"
     TURN = "a turn of a daemon's loop sends a bounded amount"
     REST = "what has ended is not kept"
+    RECORDED = "a daemon's history says what engines have heard"
     IDLE = "who has nothing to do sleeps"
     HUNG = "something goes on"
 

@@ -14,11 +14,12 @@ from msgspec.structs import replace
 
 from kvxferd import client, resident
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import EngineId, Generation, TransferId
+from kvxferd.ids import EngineId, Generation, Rank, TransferId
 from kvxferd.layout import EngineSpec
 from tests.simulation.checks import Check
 from tests.simulation.contents import Lists, expected_bytes
 from tests.simulation.fabric import Pace, SimTransport
+from tests.simulation.history import End
 from tests.simulation.kernel import Process, Task
 from tests.simulation.reasons import OF_LIARS_PUBLISH
 from tests.simulation.safety import writers_of
@@ -673,6 +674,7 @@ class Worker:
         transfer.released[self] = why
         transfer.released_at[self] = self._polled_at
         if not refusal:
+            self.world.heard[self.node].released(self.engine.shape.name, transfer_id, why)
             self.world.reasons.check_released(self, transfer, why)
         if why in (Code.COMPLETED, Code.ABANDONED):
             self._check_readers(transfer, why)
@@ -971,6 +973,14 @@ class Worker:
             pull.transfer.prepared.pop(self, None)
         world.open_pulls.pop(pull, None)
         pull.transfer.last_read = now
+        end = End(
+            pull.transfer.transfer_id, self.engine.shape.name, Rank(self.spec.pp_rank, self.spec.tp_rank)
+        )
+        if isinstance(event, client.Delivered):
+            end = end._replace(num_bytes=event.bytes, num_runs=event.runs)
+        else:
+            end = end._replace(code=event.code)
+        world.heard[self.node].ends[end] += 1
         if isinstance(event, client.Delivered):
             self._check_delivered(pull, event)
         else:

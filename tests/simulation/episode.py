@@ -16,6 +16,7 @@ from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import EngineShape, Transfer
 from tests.simulation.fabric import Pace
 from tests.simulation.faults import Fault, Faults, draw_faults
+from tests.simulation.history import HISTORY
 from tests.simulation.kernel import SimulationError
 from tests.simulation.shapes import draw_deployment, draw_model
 from tests.simulation.store import MemoryKind
@@ -259,9 +260,12 @@ class Episode:
         """What has ended is not kept, not even until idle timers forget it."""
         for _ in range(int(SETTLE_S / SETTLE_LOOK_S)):
             if not (left := self.audit.left() or self._ask(STATUS) or self._ask(METRICS)):
-                return
+                break
             self._wait(lambda: False, SETTLE_LOOK_S)
-        raise Violation(Check.REST, "; ".join(left))
+        else:
+            raise Violation(Check.REST, "; ".join(left))
+        if wrong := self._ask(HISTORY):
+            raise Violation(Check.RECORDED, "; ".join(wrong))
 
     def _check_idle(self) -> None:
         """At rest nobody does anything but what a clock has them do."""

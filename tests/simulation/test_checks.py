@@ -16,7 +16,7 @@ from kvxferd.core.node import Node
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.errors import Code
-from tests.simulation import audit, engine, fabric, runs
+from tests.simulation import audit, engine, fabric, history, runs
 from tests.simulation.checks import Check
 from tests.simulation.engine import Kernels, Transfer, Worker
 from tests.simulation.episode import Plan, Size
@@ -158,6 +158,7 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.SILENT, "requests have no end", PeerRequests, "_schedule_give_up", _nothing),
     (Check.READY, "nobody reports", client.RankHandle, "ready", _nothing),
     (Check.IDLE, "movers poll for ever", PollRequests, "_stop_polling", _nothing),
+    (Check.RECORDED, "a phase without a name", history, "PHASES", ()),
     (Check.REST, "a descriptor is kept", Worker, "_check_bytes", _keep_pipe),
     (Check.REST, "a daemon keeps engines", audit, "GONE", ("engines",)),
     (Check.REST, "a pull is not counted", World, "count_delivered", _nothing),

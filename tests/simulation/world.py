@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from tests.simulation import interposed, libzmq, network
 from tests.simulation.checks import Check, Expectations, Violation
 from tests.simulation.engine import MAX_HOLD_S, Engine, EngineShape, Pull, Wanted, Worker
 from tests.simulation.fabric import Fabric, Moment, Pace, SimTransport
+from tests.simulation.history import Heard
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network, Wire, name_of
 from tests.simulation.node import Nodes
@@ -187,6 +188,7 @@ class World:
         self.open_pulls: dict[Pull, None] = {}
         self.wanted: list[Wanted] = []
         self.delivered_at: Counter[str] = Counter()  # by node: deliveries that its engines have seen
+        self.heard: defaultdict[str, Heard] = defaultdict(Heard)  # by node
         self.unsure_counts: set[str] = set()  # nodes whose daemon was restarted, or a worker died there
         self.num_checked = 0
         self.on_pull: Callable[[], None] = lambda: None
