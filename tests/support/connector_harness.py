@@ -161,6 +161,7 @@ class EngineUnderTest:
         launched: Callable[[], Completion] | None = None,
         tag: str = "",
         early: EarlyPullLimits | None = None,
+        recomputes_failed: bool = False,
     ) -> None:
         """`tag`: what the generation begins with. `early`: requests are read while they are computed."""
         self._stack = ExitStack()
@@ -182,6 +183,7 @@ class EngineUnderTest:
             self.rank,
             deadline_s,
             is_lead_rank=True,
+            recomputes_failed=recomputes_failed,
             bounce_buffers=None if mirror is None else mirror(self.memory),
             record_launched=launched,
         )

@@ -183,16 +183,27 @@ def test_a_failed_pull_names_its_request_where_the_blocks_before_hold_nothing(
     assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, {"d-1"}, set())
 
 
-def test_blocks_that_no_pull_can_use_fail_the_load_and_free_the_prefill_engine(engine: Make) -> None:
-    """vLLM cannot be refused once it has allocated: an error there would end the engine."""
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_blocks_that_no_pull_can_use_fail_the_load(engine: Make, recomputes: bool) -> None:
+    """vLLM cannot be refused once it has allocated: an error there would end the engine.
+
+    Where this engine computes the prompt itself, the prefill engine has its blocks back. Otherwise a router
+    may send the request to another decode engine, which reads by the same reference.
+    """
     prefill = engine("prefill", publishes=True)
-    decode = engine("decode", groups=one_group(CacheKind.SLIDING, kept_tokens=8))
+    groups = one_group(CacheKind.SLIDING, kept_tokens=8)
+    decode = engine("decode", groups=groups, recomputes_failed=recomputes)
     params = prefill.prefilled("p-1", 16, [1, 2, 3, 4], fill=5)
     decode.decode("d-1", 16, [0, 0, 0, 13], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
     assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, {"d-1"}, set())
     counted = collected(decode.worker)
     assert counted["pulls_failed"] == {"blocks-invalid": 1}
+    if not recomputes:
+        other = engine("other-decode")
+        other.decode("d-2", 16, [1, 2, 3, 4], params)
+        assert not other.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids
+        assert (other.bytes[[1, 2, 3, 4]] == 5).all()
     assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
 
 

@@ -76,10 +76,15 @@ class ConnectorWorker:
         deadline_s: float,
         *,
         is_lead_rank: bool,
+        recomputes_failed: bool = False,
         bounce_buffers: BlockCopier | None = None,
         record_launched: Callable[[], Completion] | None = None,
     ) -> None:
         """`is_lead_rank`: whether this is the rank that sends what an engine sends once.
+
+        `recomputes_failed`: whether this engine computes a prompt itself whose pull has failed. Otherwise the
+        router decides, which may send the request to another decode engine with the same reference: the
+        transfer is left to its lease.
 
         `record_launched` returns a completion that follows all work launched before. Transfers wait for it
         where vLLM does not wait for all of a step before the next.
@@ -88,6 +93,7 @@ class ConnectorWorker:
         self._rank = rank
         self._deadline_s = deadline_s
         self._is_lead_rank = is_lead_rank
+        self._recomputes_failed = recomputes_failed
         self._bounce_buffers = bounce_buffers
         self._record_launched = record_launched
         self._copier = ThreadPoolExecutor(1, "kvxferd-copy") if bounce_buffers is not None else None
@@ -285,8 +291,8 @@ class ConnectorWorker:
         if code is not Code.CANCELLED:
             _LOG.warning("request %s: %s (%s)", spec.request_id, message, code)
             self.stats.record_failed_pull(code)
-        # The other ranks need not continue, and the prefill engine need not keep the blocks.
-        self._send_best_effort(self._rank.abandon, spec.ref)
+        if self._recomputes_failed:  # the other ranks need not go on, nor the prefill engine keep the blocks
+            self._send_best_effort(self._rank.abandon, spec.ref)
         self._results.received.add(spec.request_id)
         if spec.block_ids:
             self._results.failed_block_ids.update(spec.block_ids)
