@@ -4,9 +4,10 @@
 
 Each completion goes to a prefill engine for one token, and then, with the `kv_transfer_params` of its
 reply, to a decode engine. It does not depend on kvxferd: the contract is vLLM's own for KV connectors.
-Several engines of a kind take turns. Both engines get the same X-Request-Id, and the client's traceparent
-where it sent one: as a header, and for kvxferd with the parameters. When a client disconnects, its requests
-are cancelled.
+Several engines of a kind take turns. Where a decode engine fails before its response has begun, the request
+goes to the next one with the same parameters: the prefill engine keeps the cache until its lease ends. Both
+engines get the same X-Request-Id, and the client's traceparent where it sent one: as a header, and for
+kvxferd with the parameters. When a client disconnects, its requests are cancelled.
 
 With --overlap a decode engine is asked at the same time, and reads the cache while it is computed: both get
 the same reference, with an id and a nonce that are chosen here. Its other fields are those of the prefill
@@ -53,6 +54,7 @@ class Router:
     def __init__(self, prefill: list[str], decode: list[str], overlap: bool = False) -> None:
         self._prefill: Iterator[str] = itertools.cycle(prefill)
         self._decode: Iterator[str] = itertools.cycle(decode)
+        self._num_decode = len(decode)
         self._overlap = overlap
         self._engines: dict[str, dict[str, Any]] = {}  # by address: what names it in a reference
 
@@ -143,8 +145,17 @@ class Router:
     ) -> web.StreamResponse:
         params = with_trace(prefilled.get("kv_transfer_params"), headers)
         wanted = asked | {"kv_transfer_params": params}
-        answer = await self._session.post(next(self._decode) + request.path, json=wanted, headers=headers)
-        return await self._pass_on(request, answer)
+        for num_left in reversed(range(self._num_decode)):
+            try:
+                answer, first = await self._open_decode(request, wanted, headers)
+            except aiohttp.ClientError:
+                if not num_left:
+                    raise
+                continue
+            if answer.status < 500 or not num_left:
+                return await self._pass_on(request, answer, first)
+            answer.close()
+        raise AssertionError("there is a decode engine")
 
     async def _open_decode(
         self, request: web.Request, asked: dict[str, Any], headers: dict[str, str]

@@ -32,7 +32,7 @@ Send = Callable[..., Answer]
 
 
 class Engines:
-    """Two prefill engines and a decode engine on one daemon, and the ways to them."""
+    """Two prefill engines and a decode engine on one daemon, another that fails, and the ways to them."""
 
     def __init__(self, fleet: Fleet, stack: ExitStack) -> None:
         daemon = fleet.shared("node")
@@ -53,6 +53,10 @@ class Engines:
         stack.callback(self._sidecar.close)
         self._router = RouterProcess(self.prefill[0].url, self.decode.url)
         stack.callback(self._router.stop)
+        self.failing = engine("failing-decode", False)
+        two = ("--decode", self.failing.url)
+        self._retrying = RouterProcess(self.prefill[0].url, self.decode.url, *two)
+        stack.callback(self._retrying.stop)
         self._overlapping = RouterProcess(self.prefill[0].url, self.decode.url, "--overlap")
         stack.callback(self._overlapping.stop)
 
@@ -67,6 +71,10 @@ class Engines:
     def through_router(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
         """Send it through the example router."""
         return post(self._router.url, path, body, headers)
+
+    def through_retrying_router(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
+        """Send it through the example router that has two decode engines."""
+        return post(self._retrying.url, path, body, headers)
 
     def through_overlapping_router(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
         """Send it through the example router that asks both engines at once."""
@@ -179,6 +187,30 @@ def test_a_prefill_that_fails_reaches_the_client_and_no_decode_engine(
     sent: Send = getattr(engines, router)
     assert sent(COMPLETIONS, REQUESTS[COMPLETIONS]).status in (500, 503)
     assert engines.decode.served == []
+
+
+@pytest.mark.parametrize("how", ["status", "connection"])
+def test_a_decode_engine_that_fails_leaves_the_request_to_the_next(
+    engines: Engines, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pull fails, and the router sends the request, with the same reference, to the other one."""
+
+    def fails(path: str, body: dict[str, Any], headers: Any) -> Answer:
+        engine = engines.failing.engine
+        params = json.loads(json.dumps(body["kv_transfer_params"]))
+        engine.decode("d-1", len(PROMPT), [1, 2], params)  # too few blocks
+        results = engine.step_until(lambda results: bool(results.received), "the pull is over")
+        assert results.failed_block_ids
+        if how == "connection":
+            raise ConnectionResetError("it is killed")
+        return error(500, "its cache did not come")
+
+    monkeypatch.setattr(engines.failing, "handle", fails)
+    for _ in range(2):  # engines take turns
+        reply = engines.through_retrying_router(COMPLETIONS, REQUESTS[COMPLETIONS])
+        assert (reply.status, reply.chunks[0]["choices"][0]["token_ids"]) == (200, [content_of(PROMPT)])
+        assert engines.decode.served[-1].num_pulled == len(PROMPT)
+    engines.prefill[0].wait_until_released(2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
