@@ -202,6 +202,17 @@ def test_a_decode_engine_that_has_it_all_frees_what_is_published_later(overlap: 
     wait_until(lambda: overlap.decode.step().received or overlap.prefill.step().sent == {"p-1"}, "freed")
 
 
+def test_what_its_decode_engine_has_abandoned_is_not_published_anew(overlap: Overlap) -> None:
+    ref, request = overlap.start_half_a_prefill()
+    decoding = overlap.start_decode(ref)
+    overlap.decode.step()
+    overlap.decode.abort(decoding, INTO)
+    overlap.decode.step()
+    wait_until(lambda: not overlap.is_published(ref), "the transfer is abandoned")
+    keeps, params = overlap.end_prefill(request)
+    assert (keeps, params) == (False, None), "its blocks would be held for a lease, and for nobody"
+
+
 def test_a_preempted_request_takes_its_transfer_back_and_keeps_its_blocks_until_then(
     overlap: Overlap,
 ) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 from kvxferd.client import BlockList, Publisher, TransferRef
-from kvxferd.errors import KvxferdError
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.session.request_params import Request, traceparent_of
 from kvxferd.integrations.vllm.session.step_metadata import ExtendSpec
@@ -105,7 +105,8 @@ class OpenTransfers:
         self._cache: CacheManager | None = None
         self._expected: dict[str, tuple[Request, TransferRef]] = {}  # by request id: not scheduled yet
         self._open: dict[str, _OpenTransfer] = {}  # by request id
-        self._spent: set[str] = set()  # requests whose transfer ended before they did: its id is used up
+        # Requests whose transfer ended before they did: its id is used up. Why, where others ended it.
+        self._spent: dict[str, Code | None] = {}
         self._request_ids: dict[str, str] = {}  # by transfer id, of those that are open
         self._references: dict[str, list[int]] = {}  # by transfer id: block ids, until it is released
         self._withdrawn: dict[str, float] = {}  # by transfer id: when it was taken back
@@ -161,19 +162,23 @@ class OpenTransfers:
             self._withdraw(publisher, request_id)
         else:
             del self._open[request_id]
-        self._spent.discard(request_id)
+        self._spent.pop(request_id, None)
         return last
 
     def is_spent(self, request: Request) -> bool:
         """Whether a request's transfer has ended before it: the id that the router gave is used up."""
         return request.request_id in self._open or request.request_id in self._spent
 
-    def released(self, transfer_id: str) -> None:
+    def is_unwanted(self, request: Request) -> bool:
+        """Whether a request's readers have ended its transfer: nobody would read it under another id."""
+        return self._spent.get(request.request_id) in (Code.ABANDONED, Code.COMPLETED)
+
+    def released(self, transfer_id: str, why: Code | None = None) -> None:
         """Handle the end of a transfer: nobody reads its blocks any more."""
         self._withdrawn.pop(transfer_id, None)
         request_id = self._request_ids.pop(transfer_id, None)
         if request_id is not None and self._open.pop(request_id, None) is not None:
-            self._spent.add(request_id)
+            self._spent[request_id] = why
         if (block_ids := self._references.pop(transfer_id, None)) and self._cache is not None:
             pool = self._cache.block_pool
             # vLLM frees a request's last blocks first, so that the beginnings of prompts stay cached.
@@ -273,7 +278,7 @@ class OpenTransfers:
         self._expected.pop(request_id, None)
         if (opened := self._open.pop(request_id, None)) is None:
             return
-        self._spent.add(request_id)
+        self._spent[request_id] = None
         self._withdrawn[str(opened.ref.transfer_id)] = self._clock()
         try:
             if publisher is not None:

@@ -206,7 +206,9 @@ class ConnectorScheduler:
             return False, None
         if not wants_publish(request):
             return False, None
+        self._handle_events()
         is_spent = self._open_transfers.is_spent(request)
+        is_unwanted = self._open_transfers.is_unwanted(request)
         last = self._open_transfers.end(
             self._publisher, request, block_ids if is_prompt_computed(request) else None
         )
@@ -215,7 +217,7 @@ class ConnectorScheduler:
             self._published[last.ref.transfer_id] = request.request_id
             self._step.publishes.append(spec)
             return True, params_for_decode(last.ref)
-        if not is_prompt_computed(request):
+        if is_unwanted or not is_prompt_computed(request):
             return False, None
         published = self._publish(request, block_ids, None if is_spent else self._router_ref(request))
         return (False, None) if published is None else (True, params_for_decode(published))
@@ -297,8 +299,7 @@ class ConnectorScheduler:
         Both are request ids: vLLM computes tokens of those in `scheduled`, and has preempted the others.
         """
         self._check_pending_publisher()
-        for event in self._publisher.poll() if self._publisher is not None else ():
-            self._handle(event)
+        self._handle_events()
         extends = self._open_transfers.advance(self._publisher, scheduled, preempted)
         step, self._step = self._step, StepMetadata()
         step.extends = extends
@@ -332,10 +333,14 @@ class ConnectorScheduler:
             self._has_logged_attach_error = True
             _LOG.error("nothing can be published: %s; restart the engine", error)
 
+    def _handle_events(self) -> None:
+        for event in self._publisher.poll() if self._publisher is not None else ():
+            self._handle(event)
+
     def _handle(self, event: Event) -> None:
         match event:
             case Released(transfer_id=released, why=why):
-                self._release(released)
+                self._release(released, why)
                 if why is not Code.COMPLETED and why is not Code.ABANDONED:
                     self.stats.record_unread_release(why)
                     _LOG.info("transfer %s was released without being read: %s", released, why)
@@ -349,8 +354,8 @@ class ConnectorScheduler:
                     self._release(transfer_id)
                 self._open_transfers.released_all()
 
-    def _release(self, transfer_id: str) -> None:
-        self._open_transfers.released(transfer_id)
+    def _release(self, transfer_id: str, why: Code | None = None) -> None:
+        self._open_transfers.released(transfer_id, why)
         if (request_id := self._published.pop(transfer_id, None)) is not None:
             self._step.released.append(request_id)
 
