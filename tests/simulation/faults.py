@@ -50,7 +50,7 @@ KINDS = {
     "cancel-at-delivery": 2, "kill-mover-at-delivery": 2, "sleep-at-binding": 1, "kill-mover-at-binding": 1,
     "deadly-pull": 1, "slow-cancel": 2, "lose-reader": 1, "lose-rare-message": 2,
     "kill-member": 1, "slow-node": 2, "stop-node": 1, "reuse-address": 1, "sleep-without-daemon": 2,
-    "no-threads": 1,
+    "no-threads": 1, "kill-daemon-at-read": 2, "cut-worker-at-read": 2,
 }  # fmt: skip
 RARE_MESSAGES = (  # of which one lost at random would seldom be
     "GrantReply", "RenewGrants", "GrantsRenewed", "ReleaseGrant", "Acknowledge",
@@ -174,6 +174,26 @@ class Faults:
             network.lend_address(self._world.endpoint_of(away), self._world.endpoint_of(tenant))
             self._world.after(delay_s - 0.001, network.give_back_addresses)
 
+    def _kill_daemon_at_read(self, rng: random.Random) -> None:
+        """A daemon dies while one of its movers reads, which may outlive it for a while."""
+        outlives_s = rng.choice((0.0, 3.0, HELD_S))
+
+        def kill(mover: SimTransport) -> None:
+            name = self._node_of(mover)
+            mover.stalls_until = mover.hangs_until = self._world.kernel.now + outlives_s
+            self._hit(mover.process, outlives_s)
+            self._world.expectations.disturb(outlives_s, *self._world.node_names)
+            if not self._world.daemons[name].is_dead:
+                self._world.kill_daemon(name)
+                self._restart(name, rng.choice((0.01, 0.3, 4.0)))
+
+        self._at_read(rng, "kill-daemon-at-read", kill)
+
+    def _node_of(self, mover: SimTransport) -> str:
+        """Return the node of a mover: a process there, or a thread of a worker."""
+        nodes = {w.process: w.node for engine in self._world.engines for w in engine.workers}
+        return nodes.get(mover.process) or mover.process.name.split()[0]
+
     def _kill_daemon_of(
         self, rng: random.Random, kind: str, name: str | None, delays_s: Sequence[float]
     ) -> float:
@@ -293,7 +313,20 @@ class Faults:
 
     def _cut_worker(self, rng: random.Random) -> None:
         """A connection between a worker and its daemon breaks in the middle of a frame of either."""
-        if (worker := self._pick(self._workers())) is not None:
+        self._cut(rng, self._pick(self._workers()))
+
+    def _cut_worker_at_read(self, rng: random.Random) -> None:
+        """The connection of a worker breaks while its blocks may be written."""
+
+        def cut(mover: SimTransport) -> None:
+            self._node = self._node_of(mover)
+            if (pull := self._pick(self._pulls())) is not None:
+                self._cut(rng, pull.worker)
+
+        self._at_read(rng, "cut-worker-at-read", cut)
+
+    def _cut(self, rng: random.Random, worker: Worker | None) -> None:
+        if worker is not None:
             process = rng.choice((worker.process, self._world.daemons[worker.node]))
             self._strike("cut-worker", process.name, 1.0, worker.node, worker)
             self._hit(process, 1.0)
@@ -495,7 +528,7 @@ class Faults:
 
     def _cancel_of(self, mover: SimTransport) -> None:
         """Cancel a request of the node whose mover that is."""
-        self._node = mover.process.name.split()[0]
+        self._node = self._node_of(mover)
         if (pull := self._pick(self._pulls())) is not None:
             self._world.expectations.disturb(0.0, pull.worker)
             pull.worker.do(lambda: pull.worker.cancel(pull))
