@@ -223,7 +223,7 @@ class Node:
         """Yield what everything that is kept here is counted for."""
         parts = (
             self.published.table, self.published.announced, self.published.ended, self.waiting, self.home,
-            self.owners, self.registry, self.pulls, self.prepared, self.peers, self.worker_requests,
+            self.owners, self.registry, self.pulls, self.prepared, self.peers,
             self.grant_client.plans,
         )  # fmt: skip
         for part in parts:
@@ -570,7 +570,7 @@ class Node:
             case peer_wire.Acknowledge(), Pull() as pull:
                 self.pulls.acknowledged(pull, asked.opened_at)
             case peer_wire.AbandonTransfer() as abandoned, Session() as session:
-                self.worker_requests.abandon_answered(session, abandoned.ref)
+                session.abandoning.discard(abandoned.ref)  # its source knows, or is given up
             case peer_wire.JoinRank() as joined, LocalRank() as rank:
                 self.member.join_answered(rank, joined, reply)
             case peer_wire.RankReady() as report, LocalRank() as rank:

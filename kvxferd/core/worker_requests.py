@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -10,8 +9,6 @@ import msgspec
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToWorker
-from kvxferd.core.limits.ledger import Charge
-from kvxferd.core.limits.table import ABANDONED_TRANSFERS
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.member import Member
@@ -237,8 +234,6 @@ class WorkerRequests:
         self._pulls.cancel_transfer(rank, ref)
         if ref in session.abandoning or len(session.abandoning) >= MAX_ABANDONING:
             return
-        if not self._context.ledger[ABANDONED_TRANSFERS].acquire(session.uid):
-            return
         session.abandoning.add(ref)
         spec = rank.spec
         consumer = Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
@@ -246,17 +241,6 @@ class WorkerRequests:
         message = AbandonTransfer(request=self._peer_requests.next_id(), ref=ref, consumer=consumer)
         timeout_s = self._context.settings.acknowledge_for_s
         self._peers.request(ref.endpoint, message, timeout_s, session.uid, session)
-
-    def abandon_answered(self, session: Session, ref: TransferRef) -> None:
-        """Count an abandoned transfer no more: its source knows, or is given up."""
-        session.abandoning.discard(ref)
-        self._context.ledger[ABANDONED_TRANSFERS].release(session.uid)
-
-    def charges(self) -> Iterator[Charge]:
-        """Yield what the abandonments are counted for whose source has not replied."""
-        for asked in self._peer_requests:
-            if isinstance(asked.message, AbandonTransfer):
-                yield ABANDONED_TRANSFERS, asked.uid, 1
 
     def session_closed(self, session: Session) -> None:
         """End the session's prepared grants, and drop its parts of block lists."""

@@ -57,7 +57,6 @@ LOW_NUMBERS = {
     "acknowledged": 24,
     "early_ready": 2,
     "ended_transfers": 16,
-    "fetched_engines": 2,
     "open_requests": 12,
     "remote_engine_bytes": 100_000,
     "waiting_bytes": 12_000,

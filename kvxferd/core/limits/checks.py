@@ -9,7 +9,7 @@ from kvxferd.errors import OTHER_LIMIT, BusyError
 BUSY_LIMITS = (
     *("max_sessions", "max_ranks", "max_transfers_per_engine", "max_pulls_per_rank", "max_inflight_bytes"),
     *("max_peers", "max_waiting_per_peer", "max_waiting"),
-    *("block_id_bytes", "remote_engine_bytes", "open_requests", "fetched_engines", "member_bytes"),
+    *("block_id_bytes", "remote_engine_bytes", "open_requests", "member_bytes"),
     *("waiting_bytes", "ended_transfers"),
     *("mover_starts", "grants_per_transfer"),
     *("open_files", "worker_descriptors", "unfinished_registrations", "http", OTHER_LIMIT),

@@ -59,19 +59,12 @@ INFLIGHT_BYTES = Limit(
 OPEN_REQUESTS = Limit(
     "open_requests",
     32_768,
-    "requests to peers that have no reply yet, of all kinds",
-    "`busy`; a rank joins and leaves its home all the same",
+    "requests to peers that have no reply yet, of all kinds; of `abandon`s of a session 1,024",
+    "`busy`; a rank joins and leaves its home all the same, and the source of an `abandon` learns of it when "
+    "its lease ends",
     "2 KB each: 64 MiB. 200 acknowledgements a second to a dead source, each repeated for 120 s, are "
-    "24,000, and one user's share is 28,672",
-)
-FETCHED_ENGINES = Limit(
-    "fetched_engines",
-    4096,
-    "remote engines whose manifests are being fetched",
-    "`busy`",
-    "A node's ranks read from tens. Each is a request of 2 KB that is open for up to 20 s, also when "
-    "the pull of an invented reference is cancelled meanwhile",
-    retry_after_s=RETRY_LATER_S,
+    "24,000, and one user's share is 28,672. An engine that aborts eight requests a second, with a dead "
+    "source, has 1,024 abandoned. A manifest is one for up to 20 s, also of an invented reference",
 )
 REMOTE_ENGINE_BYTES = Limit(
     "remote_engine_bytes",
@@ -114,14 +107,6 @@ ARRIVING_ID_BYTES = Limit(
     "Sixteen of the largest requests. One of a million tokens at 16 a block is 256 KiB, and arrives "
     "within a millisecond",
     unit="bytes",
-)
-ABANDONED_TRANSFERS = Limit(
-    "abandoned_transfers",
-    16 * 1024,
-    "`abandon`s to which their source has not replied; of a session 1,024",
-    "The source learns of it when its lease ends",
-    "Each request is repeated for two minutes. An engine that aborts eight requests a second, with a "
-    "dead source, has 1,024",
 )
 EARLY_READY = Limit(
     "early_ready",
@@ -198,7 +183,7 @@ TABLE = {
     limit.name: limit
     for limit in (
         PEERS, RANKS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, REMOTE_ENGINE_BYTES, PLAN_BYTES,
-        OPEN_REQUESTS, FETCHED_ENGINES, ABANDONED_TRANSFERS, EARLY_READY, ENDED_TRANSFERS, ACKNOWLEDGED,
+        OPEN_REQUESTS, EARLY_READY, ENDED_TRANSFERS, ACKNOWLEDGED,
         WAITING_REQUESTS, WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
     )
 }  # fmt: skip

@@ -10,7 +10,7 @@ from kvxferd.core.limits.block_id_memory import ENTRY_BYTES
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.limits.ledger import Ledger
 from kvxferd.core.limits.rate_limit import RateLimiter
-from kvxferd.core.limits.table import ABANDONED_TRANSFERS, BLOCK_ID_BYTES, INFLIGHT_BYTES
+from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES, OPEN_REQUESTS
 from kvxferd.core.ranks.registration_checks import REGISTER_BURST, REGISTER_PER_S
 from kvxferd.errors import BusyError, Code
 from kvxferd.wire import worker as wk
@@ -58,24 +58,6 @@ def test_bytes_in_flight_have_a_share_of_each_user() -> None:
 
 def ref_to(endpoint: str, transfer: str = "t", engine: str = "prefill") -> TransferRef:
     return TransferRef(f"tcp://{endpoint}:9441", engine, "g1", transfer, "n")
-
-
-def failed_of(worker: Worker, ticket: int) -> wk.TicketFailed | None:
-    found = worker.ended(ticket)
-    assert found is None or isinstance(found, wk.TicketFailed)
-    return found
-
-
-def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
-    world = World()
-    first, second = two_users(world)
-    first.host.node.handshake_client._learning_share.limit = 16
-    for n in range(14):
-        first.say(wk.Cancel(ticket=first.pull(ref_to("p", engine=f"e{n}"), SINK_IDS, TOKENS)))
-    failed = failed_of(first, first.pull(ref_to("p", engine="one-more"), SINK_IDS, TOKENS))
-    assert failed is not None
-    assert failed.code is Code.BUSY
-    assert failed_of(second, second.pull(ref_to("p", engine="other"), SINK_IDS, TOKENS)) is None
 
 
 def test_prepared_pulls_have_a_share_of_each_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,20 +112,20 @@ def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() 
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lower(monkeypatch, ABANDONED_TRANSFERS, 16)
+    lower(monkeypatch, OPEN_REQUESTS, 16)
     world = World()
     first, second = two_users(world)
     node = first.host.node
     for _ in range(3):
         first.say(wk.Abandon(ref=ref_to("p")))
-    assert node.context.ledger[ABANDONED_TRANSFERS].held == 1
+    assert node.context.ledger[OPEN_REQUESTS].held == 1
     for n in range(20):
         first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
-    assert node.context.ledger[ABANDONED_TRANSFERS].held_by(FIRST) == 14
+    assert node.context.ledger[OPEN_REQUESTS].held_by(FIRST) == 14
     second.say(wk.Abandon(ref=ref_to("p")))
-    assert node.context.ledger[ABANDONED_TRANSFERS].held_by(SECOND) == 1
+    assert node.context.ledger[OPEN_REQUESTS].held_by(SECOND) == 1
     world.advance(130.0)
-    assert node.context.ledger[ABANDONED_TRANSFERS].held == 0
+    assert node.context.ledger[OPEN_REQUESTS].held == 0
     assert not node.sessions[first.session].abandoning
 
 
