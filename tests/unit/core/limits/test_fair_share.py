@@ -16,7 +16,7 @@ from kvxferd.errors import BusyError, Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
 from tests.support.low_limits import lower
-from tests.support.simulation import FIRST, IDS, SECOND, SINK_IDS, TOKENS, Worker, World, spec_of, two_users
+from tests.support.simulation import FIRST, IDS, SECOND, SINK_IDS, TOKENS, World, spec_of, two_users
 
 
 def test_the_last_eighth_is_for_those_who_hold_a_sixteenth_at_most() -> None:
