@@ -56,7 +56,7 @@ from kvxferd.wire import peer as peer_wire
 from kvxferd.wire import worker as worker_wire
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import negotiate_version
-from kvxferd.wire.common import FdBatch, Refusal
+from kvxferd.wire.common import BlockIds, FdBatch, Refusal
 from kvxferd.wire.endpoint import key_of, parse_endpoint
 from kvxferd.wire.outlines import JoinRankOutline
 
@@ -360,8 +360,28 @@ class Node:
                 self.local_ranks.mover_acknowledged(session, message)
             case FdBatch():
                 pass  # the shell keeps its descriptors
+            case BlockIds():
+                session.assembly.add(message)
+            case worker_wire.Publish():
+                self.worker_requests.publish(session, message, event.fence_word)
+            case worker_wire.Ready():
+                self.worker_requests.ready(session, message)
+            case worker_wire.Unpublish():
+                self.worker_requests.unpublish(session, message.transfer_id)
+            case worker_wire.Prepare():
+                self.worker_requests.prepare(session, message)
+            case worker_wire.PullRequest():
+                self.worker_requests.pull(session, message)
+            case worker_wire.Cancel():
+                self.pulls.cancel(session.local_rank, message.ticket)
+            case worker_wire.DeliveredByMover():
+                self.worker_requests.mark_delivered(session, message)
+            case worker_wire.PullsResumed():
+                self.worker_requests.resume_pulls(session, message)
+            case worker_wire.Abandon():
+                self.worker_requests.abandon(session, message.ref)
             case _:
-                self.worker_requests.handle(session, message, event.fence_word)
+                assert_never(message)
 
     def _disconnect(self, session: Session, error: ProtocolError) -> None:
         """Close a session that broke the protocol. Other sessions are not affected."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
 
 import msgspec
 
@@ -26,7 +25,7 @@ from kvxferd.ids import Ticket, TransferId
 from kvxferd.layout import BlocksByGroup
 from kvxferd.plan import check_blocks_by
 from kvxferd.wire.codec import negotiate_version
-from kvxferd.wire.common import BlockIds, TransferRef
+from kvxferd.wire.common import TransferRef
 from kvxferd.wire.endpoint import parse_endpoint
 from kvxferd.wire.limits import (
     FENCE_SLOTS,
@@ -34,12 +33,10 @@ from kvxferd.wire.limits import (
     MAX_DELIVERED_BY_MOVER,
     MAX_NAME_CHARS,
 )
-from kvxferd.wire.peer import AbandonTransfer, Consumer
+from kvxferd.wire.peer import AbandonTransfer
 from kvxferd.wire.traceparent import read_traceparent
 from kvxferd.wire.worker import (
     WORKER_VERSIONS,
-    Abandon,
-    Cancel,
     DeliveredByMover,
     Hello,
     Prepare,
@@ -47,14 +44,8 @@ from kvxferd.wire.worker import (
     PullRequest,
     PullsResumed,
     Ready,
-    Unpublish,
     Welcome,
 )
-
-TransferMessage = (
-    BlockIds | Publish | Ready | Unpublish | Prepare | PullRequest | Cancel | DeliveredByMover | PullsResumed
-    | Abandon
-)  # fmt: skip
 
 MAX_ABANDONING = 1024  # of a session, whose source has not replied
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
@@ -62,7 +53,10 @@ MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
 
 @dataclass(eq=False, repr=False)
 class WorkerRequests:
-    """Checks the requests of a session, and passes them to the part that handles them."""
+    """Checks the requests of a session, and passes them to the part that handles them.
+
+    Each may raise ProtocolError, which ends the session.
+    """
 
     _context: NodeContext
     _registry: Registry
@@ -81,46 +75,10 @@ class WorkerRequests:
         welcome = Welcome(version=version, boot_id=self._context.boot, lease_s=self._context.settings.lease_s)
         self._context.emit(SendToWorker(session.session_id, welcome))
 
-    def handle(self, session: Session, message: TransferMessage, fence_word: bytes) -> None:
-        """Handle a request that the session may send. Raises ProtocolError, which ends the session.
-
-        Raises KvxferdError for a publish or a pull that is refused.
-        """
-        match message:
-            case BlockIds():
-                session.assembly.add(message)
-            case Publish():
-                self._publish(session, message, fence_word)
-            case Ready():
-                self._ready(session, message)
-            case Unpublish():
-                self._withdraw(session, message.transfer_id)
-            case Prepare():
-                self._prepare(session, message)
-            case PullRequest():
-                self._pull(session, message)
-            case Cancel():
-                self._pulls.cancel(session.local_rank, message.ticket)
-            case DeliveredByMover():
-                self._check_tickets(message.tickets)
-                self._pulls.mark_delivered_by_mover(session.local_rank, message.tickets)
-            case PullsResumed():
-                self._check_tickets(message.tickets)
-                self._check_tickets(message.arrived)
-                self._pulls.resume_interrupted(session.local_rank, message)
-            case Abandon():
-                self._abandon(session, message.ref)
-            case _:
-                assert_never(message)
-
-    def _check_tickets(self, tickets: tuple[Ticket, ...]) -> None:
-        most = max(MAX_DELIVERED_BY_MOVER, self._context.settings.limits.max_pulls_per_rank)
-        if len(tickets) > most:
-            raise ProtocolError(f"cannot take {len(tickets)} tickets: {most} pulls may run")
-
     # --- the source's side
 
-    def _publish(self, session: Session, message: Publish, fence_word: bytes) -> None:
+    def publish(self, session: Session, message: Publish, fence_word: bytes) -> None:
+        """Publish a transfer. Raises KvxferdError: refused."""
         blocks, engine = session.assembly.complete(message.blocks, message.stream), session.engine
         assert engine is not None
         problem = ""
@@ -138,15 +96,17 @@ class WorkerRequests:
             raise EngineError(text, Code.OUT_OF_PLACE)
         self._published.publish(session, engine, message, blocks, fence_word)
 
-    def _withdraw(self, session: Session, transfer_id: TransferId) -> None:
+    def unpublish(self, session: Session, transfer_id: TransferId) -> None:
+        """Release a transfer for its publisher."""
         assert session.engine is not None
         self._published.unpublish(session.session_id, session.engine, transfer_id)
 
-    def _ready(self, session: Session, message: Ready) -> None:
+    def ready(self, session: Session, message: Ready) -> None:
+        """Record what the rank has written, and the blocks that its publisher adds."""
         try:
             blocks = session.assembly.complete(message.blocks, message.stream)
         except BusyError:
-            self._withdraw(session, message.transfer_id)  # its blocks are not known any more
+            self.unpublish(session, message.transfer_id)  # its blocks are not known any more
             return
         if blocks:
             assert session.engine is not None
@@ -167,7 +127,8 @@ class WorkerRequests:
 
     # --- the sink's side
 
-    def _pull(self, session: Session, message: PullRequest) -> None:
+    def pull(self, session: Session, message: PullRequest) -> None:
+        """Start a pull. Raises KvxferdError: refused."""
         if self._pulls.find(session.session_id, message.ticket) is not None:
             raise ProtocolError(f"cannot take ticket {message.ticket}: its last pull has not ended")
         blocks = session.assembly.complete(message.blocks, message.stream)
@@ -216,7 +177,8 @@ class WorkerRequests:
         trace = read_traceparent(ref.traceparent)
         return msgspec.structs.replace(ref, endpoint=endpoint, traceparent=trace)
 
-    def _prepare(self, session: Session, message: Prepare) -> None:
+    def prepare(self, session: Session, message: Prepare) -> None:
+        """Request the grant of a pull that may follow."""
         try:
             ref = self._parse_ref(message.ref)
         except KvxferdError:
@@ -224,7 +186,24 @@ class WorkerRequests:
         if not self._context.draining:
             self._prepared.prepare(session, session.local_rank, ref)
 
-    def _abandon(self, session: Session, ref: TransferRef) -> None:
+    def mark_delivered(self, session: Session, message: DeliveredByMover) -> None:
+        """Record deliveries that the mover reported to the worker."""
+        self._check_tickets(message.tickets)
+        self._pulls.mark_delivered_by_mover(session.local_rank, message.tickets)
+
+    def resume_pulls(self, session: Session, message: PullsResumed) -> None:
+        """Go on with the pulls of a mover that has died."""
+        self._check_tickets(message.tickets)
+        self._check_tickets(message.arrived)
+        self._pulls.resume_interrupted(session.local_rank, message)
+
+    def _check_tickets(self, tickets: tuple[Ticket, ...]) -> None:
+        most = max(MAX_DELIVERED_BY_MOVER, self._context.settings.limits.max_pulls_per_rank)
+        if len(tickets) > most:
+            raise ProtocolError(f"cannot take {len(tickets)} tickets: {most} pulls may run")
+
+    def abandon(self, session: Session, ref: TransferRef) -> None:
+        """End what the session does with a transfer, and report to its source that nobody here reads it."""
         rank = session.local_rank
         try:
             ref = self._parse_ref(ref)
@@ -235,10 +214,7 @@ class WorkerRequests:
         if ref in session.abandoning or len(session.abandoning) >= MAX_ABANDONING:
             return
         session.abandoning.add(ref)
-        spec = rank.spec
-        consumer = Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
-
-        message = AbandonTransfer(request=self._peer_requests.next_id(), ref=ref, consumer=consumer)
+        message = AbandonTransfer(request=self._peer_requests.next_id(), ref=ref, consumer=rank.consumer())
         timeout_s = self._context.settings.acknowledge_for_s
         self._peers.request(ref.endpoint, message, timeout_s, session.uid, session)
 

@@ -14,6 +14,7 @@ from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, block_bytes
 from kvxferd.plan import BlockRules, TransferTopology, block_rules
 from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import Binding, MeasuredPlacement, RankManifest, RegionAddress
+from kvxferd.wire.peer import Consumer
 from kvxferd.wire.worker import RegionExport
 
 
@@ -126,6 +127,11 @@ class LocalRank:
         self.state = TRANSITIONS[self.state, trigger]
         if self.state not in WITH_MOVER:
             self.mover, self.agent, self.polling_request = None, None, 0
+
+    def consumer(self) -> Consumer:
+        """Return it as a source counts a rank that reads."""
+        spec = self.spec
+        return Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
 
     def bytes_of(self, blocks: Mapping[GroupName, PackedBlocks]) -> int:
         """Return the bytes of those blocks on this rank."""

@@ -202,7 +202,7 @@ class GrantClient:
             request=self._peer_requests.next_id(),
             grant=hold.grant_id,
             ref=hold.ref,
-            consumer=hold.consumer(),
+            consumer=hold.rank.consumer(),
             reads=tuple((rank, hold.remote.ranks[rank].binding.agent) for rank in hold.reads.sources),
             wait_s=wait_s,
             after_tokens=hold.after_tokens,
@@ -407,7 +407,7 @@ class GrantClient:
             request=self._peer_requests.next_id(),
             grant=hold.grant_id,
             ref=hold.ref,
-            consumer=hold.consumer(),
+            consumer=hold.rank.consumer(),
             bytes=num_bytes,
         )
         timeout_s = self._context.settings.acknowledge_for_s
