@@ -16,7 +16,7 @@ from kvxferd.core.effects import (
 )
 from kvxferd.core.limits.block_id_memory import reserve_arriving
 from kvxferd.core.limits.ledger import Charge
-from kvxferd.core.limits.table import ARRIVING_ID_BYTES, BLOCK_ID_BYTES, INFLIGHT_BYTES, RANKS
+from kvxferd.core.limits.table import ARRIVING_ID_BYTES, BLOCK_ID_BYTES, INFLIGHT_BYTES, RANKS, WAITING_BYTES
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.peers import Peer, Peers
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
@@ -163,7 +163,7 @@ class Node:
         )
 
     def _limits_snapshot(self) -> tuple[LimitSnapshot, ...]:
-        """Return each limit of the settings, and that of block ids, beside what is used of it."""
+        """Return each limit of the settings, and two that are none, beside what is used of it."""
         limits, ledger = self.context.settings.limits, self.context.ledger
         used = {
             "max_sessions": len(self.sessions),
@@ -172,13 +172,16 @@ class Node:
             "max_pulls_per_rank": self.pulls.most_of_rank,
             "max_inflight_bytes": ledger[INFLIGHT_BYTES].held,
             "max_peers": self.peers.num_peers,
-            "max_waiting_per_peer": self.waiting.most_of_peer,
-            "max_waiting": len(self.waiting),
             "staging_bytes": self.chunk_memory.num_bytes,
-            BLOCK_ID_BYTES.name: ledger[BLOCK_ID_BYTES].held,
         }
-        total_of = {name: getattr(limits, name, BLOCK_ID_BYTES.total) for name in used}
-        return tuple(LimitSnapshot(name=name, limit=total_of[name], used=num) for name, num in used.items())
+        of_settings = [
+            LimitSnapshot(name=name, limit=getattr(limits, name), used=used[name]) for name in used
+        ]
+        others = [
+            LimitSnapshot(name=row.name, limit=ledger[row].limit, used=ledger[row].held)
+            for row in (BLOCK_ID_BYTES, WAITING_BYTES)
+        ]
+        return (*of_settings, *others)
 
     def engines_snapshot(self) -> tuple[EngineSnapshot, ...]:
         """Return the engines of which a rank is known here."""

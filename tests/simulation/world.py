@@ -59,7 +59,7 @@ LOW_NUMBERS = {
     "ended_transfers": 16,
     "open_requests": 12,
     "remote_engine_bytes": 100_000,
-    "waiting_bytes": 12_000,
+    "waiting_bytes": 48_000,
     "core.context CALLS_PER_EVENT": 1,
     "core.context CALLS_PER_TICK": 2,
     "core.peers.routes MAX_ROUTES": 2,
@@ -223,9 +223,7 @@ class World:
     def _config_of(self, node: str) -> Config:
         limits = LimitsConfig()
         if self.traits.has_low_limits:
-            limits = LimitsConfig(
-                max_transfers_per_engine=3, max_pulls_per_rank=3, max_waiting_per_peer=4, max_waiting=8
-            )
+            limits = LimitsConfig(max_transfers_per_engine=3, max_pulls_per_rank=3)
         return Config(
             node=NodeConfig(run_dir=str(self.directory / node)),
             http=HttpConfig(bind=""),

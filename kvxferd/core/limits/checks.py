@@ -8,8 +8,7 @@ from kvxferd.errors import OTHER_LIMIT, BusyError
 # Limits that refuse with `busy`: settings, then those that are none. A refusal by any other is "other".
 BUSY_LIMITS = (
     *("max_sessions", "max_ranks", "max_transfers_per_engine", "max_pulls_per_rank", "max_inflight_bytes"),
-    *("max_peers", "max_waiting_per_peer", "max_waiting"),
-    *("block_id_bytes", "remote_engine_bytes", "open_requests", "member_bytes"),
+    *("max_peers", "block_id_bytes", "remote_engine_bytes", "open_requests", "member_bytes"),
     *("waiting_bytes", "ended_transfers"),
     *("mover_starts", "grants_per_transfer"),
     *("open_files", "worker_descriptors", "unfinished_registrations", "http", OTHER_LIMIT),

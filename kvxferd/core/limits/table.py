@@ -137,22 +137,15 @@ ACKNOWLEDGED = Limit(
     "150 bytes each: 4,096 transfers that 64 ranks of one reader have read and others have not",
     is_of_peers=True,
 )
-WAITING_REQUESTS = Limit(
-    "max_waiting",
-    SETTING,
-    "requests of other nodes that wait",
-    "`busy`, as past `limits.max_waiting_per_peer` of one peer",
-    "For ranks, a publish or movers: those for manifests and for grants together",
-    is_of_peers=True,
-)
 WAITING_BYTES = Limit(
     "waiting_bytes",
     256 << 20,
-    "requests of other nodes that wait for ranks, a publish or movers; each is counted for 2 KiB, and 64 "
+    "requests of other nodes that wait for ranks, a publish or movers; each is counted for 8 KiB, and 64 "
     "bytes and the characters of each name in it",
-    "`busy`",
-    "A request that reads 64 ranks is 8 KiB: a peer's 8,192 (`limits.max_waiting_per_peer`) are 64 MiB. One "
-    "that reads the largest engine's 4,096 ranks is 340 KiB",
+    "`busy`; that engine's pull fails with it",
+    "32,768 requests at most, 28,672 of a peer that is alone: 28 ranks with 1,024 pulls each. One that reads "
+    "64 ranks is 14 KiB, one that reads the largest engine's 4,096 ranks 350 KiB. What a request takes is a "
+    "quarter of that: the rest is for the time that it takes to consider thousands of them",
     is_of_peers=True,
     unit="bytes",
 )
@@ -184,6 +177,6 @@ TABLE = {
     for limit in (
         PEERS, RANKS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, REMOTE_ENGINE_BYTES, PLAN_BYTES,
         OPEN_REQUESTS, EARLY_READY, ENDED_TRANSFERS, ACKNOWLEDGED,
-        WAITING_REQUESTS, WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
+        WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
     )
 }  # fmt: skip
