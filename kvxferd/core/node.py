@@ -99,9 +99,7 @@ class Node:
             context, registry, self.published, self.waiting, polling, self.fence_pages, self.peer_routes
         )
         self.handshake_server = HandshakeServer(context, registry, self.waiting)
-        self.home = Home(
-            context, registry, requests, self.layouts, self._rank_changed, self._engine_changed, polling
-        )
+        self.home = Home(context, registry, requests, self.layouts, self._rank_changed, polling)
         self.member = Member(context, registry, self.peers, requests, polling)
         self.member.on_joined = self._rank_joined
         self.grant_client = GrantClient(context, self.peers, requests, self.handshake_client, self.movers)
@@ -422,12 +420,14 @@ class Node:
         if change in (RankChange.VOID, RankChange.GONE):
             self.published.rank_lost(key, Code.RANK_LOST)
         if not isinstance(rank, LocalRank):
+            if change in (RankChange.READY, RankChange.GONE):
+                self._engine_changed(key.engine_id)
             return
         match change:
             case RankChange.REGISTERED:
                 self.fence_pages.create(self.sessions[rank.session])
             case RankChange.READY:
-                self.fence_pages.assign(self.sessions[rank.session])
+                self._engine_changed(key.engine_id)
                 self.pulls.advance_all(rank)
             case RankChange.ASLEEP:
                 self.published.rank_suspended(rank)
@@ -451,7 +451,6 @@ class Node:
             case mover_wire.Bound():
                 if rank is not None and rank.state is RankState.BINDING:
                     self.local_ranks.bound(self.sessions[rank.session], message)
-                    self._engine_of_mover_changed(mover)
             case mover_wire.BindRefused():
                 if rank is not None and rank.state is RankState.BINDING:
                     refusal = Refusal(message.code, message.message)

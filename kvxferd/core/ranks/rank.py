@@ -108,7 +108,6 @@ class LocalRank:
     polling_request: int = 0  # of its home, which gets a reply once the mover polls; 0: there is none
     # What it has reported as written and not heard to be released, the latest: a home that restarts lost it.
     reported: OrderedDict[TransferId, tuple[Incarnation, int]] = field(default_factory=OrderedDict)
-    unsent: set[TransferId] = field(default_factory=set)  # of these, what found no room among the requests
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
     placement: MeasuredPlacement = field(default_factory=MeasuredPlacement)
@@ -194,7 +193,7 @@ class RankChange(Enum):
 
     REGISTERED = auto()  # a local rank was claimed; its memory is about to be mapped
     MAPPED = auto()  # its memory has another mapping: it was resumed, or is a member's that has joined
-    READY = auto()  # a mover has bound its memory, and its home knows it
+    READY = auto()  # a mover has bound its memory, maybe another one, and its home knows it
     ASLEEP = auto()  # nothing may read or write its memory any more
     VOID = auto()  # its worker claims another mapping of memory that it has not suspended
     GONE = auto()
