@@ -36,7 +36,6 @@ from kvxferd.core.settings import Settings
 from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.held_grant import HeldGrant
 from kvxferd.core.sink.manifests import EngineFetch, HandshakeClient
-from kvxferd.core.sink.prepared import PreparedGrants
 from kvxferd.core.sink.pull import Pull, PullPhase
 from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.fence_pages import FencePages
@@ -103,12 +102,11 @@ class Node:
         self.member = Member(context, registry, self.peers, requests, polling)
         self.member.on_joined = self._rank_joined
         self.grant_client = GrantClient(context, self.peers, requests, self.handshake_client, self.movers)
-        self.prepared = PreparedGrants(context, self.grant_client)
         self.pulls = Pulls(context, self.grant_client, self.movers)
         self.local_ranks = LocalRanks(context, registry, self.movers, self.member, self._rank_changed)
         self.worker_requests = WorkerRequests(
-            context, registry, self.published, self.grant_client, self.prepared, self.pulls, self.peers,
-            requests, self.member,
+            context, registry, self.published, self.grant_client, self.pulls, self.peers, requests,
+            self.member,
         )  # fmt: skip
 
     # --- the interface
@@ -224,8 +222,8 @@ class Node:
         """Yield what everything that is kept here is counted for."""
         parts = (
             self.published.table, self.published.announced, self.published.ended, self.waiting, self.home,
-            self.owners, self.registry, self.pulls, self.prepared, self.peers,
-            self.grant_client.plans,
+            self.owners, self.registry, self.pulls, self.worker_requests,
+            self.peers, self.grant_client.plans,
         )  # fmt: skip
         for part in parts:
             yield from part.charges()
@@ -234,7 +232,7 @@ class Node:
         yield from self.handshake_client.charges(self._holds())
 
     def _holds(self) -> list[HeldGrant]:
-        return [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
+        return [*(pull.held_grant for pull in self.pulls.running()), *self.worker_requests.prepared()]
 
     # --- events
 

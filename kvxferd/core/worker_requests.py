@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToWorker
+from kvxferd.core.limits.block_id_memory import ENTRY_BYTES
+from kvxferd.core.limits.ledger import Charge
+from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.member import Member
@@ -15,13 +19,13 @@ from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.sink.grants import GrantClient
-from kvxferd.core.sink.prepared import PreparedGrants
+from kvxferd.core.sink.held_grant import GrantState, HeldGrant
 from kvxferd.core.sink.pull import Pull
 from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.announced import report_of
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import Ticket, TransferId
+from kvxferd.ids import SessionId, Ticket, TransferId
 from kvxferd.layout import BlocksByGroup
 from kvxferd.plan import check_blocks_by
 from kvxferd.wire.codec import negotiate_version
@@ -48,6 +52,7 @@ from kvxferd.wire.worker import (
 )
 
 MAX_ABANDONING = 1024  # of a session, whose source has not replied
+MAX_PREPARED = 1024  # of a session; each grant is renewed for minutes
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
 
 
@@ -62,11 +67,11 @@ class WorkerRequests:
     _registry: Registry
     _published: PublishedTransfers
     _grant_client: GrantClient
-    _prepared: PreparedGrants
     _pulls: Pulls
     _peers: Peers
     _peer_requests: PeerRequests
     _member: Member
+    _prepared: dict[SessionId, dict[TransferRef, HeldGrant]] = field(default_factory=dict)
 
     def welcome(self, session: Session, message: Hello) -> None:
         """Agree on a version. Raises ProtocolError where there is none."""
@@ -134,10 +139,10 @@ class WorkerRequests:
         blocks = session.assembly.complete(message.blocks, message.stream)
         rank, ref = session.local_rank, self._check_pull(session.local_rank, message, blocks)
         if message.progressive:
-            self._prepared.discard(session, ref)  # which waits for the whole
+            self._drop_prepared(session, ref)  # which waits for the whole
             hold = self._grant_client.acquire(rank, ref, message.deadline_s, after_tokens=0, blocks=blocks)
         else:
-            hold = self._prepared.pop(session, ref) or self._grant_client.acquire(
+            hold = self._take_prepared(session, ref) or self._grant_client.acquire(
                 rank, ref, message.deadline_s, blocks=blocks
             )
         pull = Pull(
@@ -178,13 +183,51 @@ class WorkerRequests:
         return msgspec.structs.replace(ref, endpoint=endpoint, traceparent=trace)
 
     def prepare(self, session: Session, message: Prepare) -> None:
-        """Request the grant of a pull that may follow."""
+        """Request the grant of a pull that may follow, unless there is no room: the pull requests its own."""
+        prepared = self._prepared.setdefault(session.session_id, {})
         try:
             ref = self._parse_ref(message.ref)
         except KvxferdError:
             return  # the pull is refused for the same reason
-        if not self._context.draining:
-            self._prepared.prepare(session, session.local_rank, ref)
+        if self._context.draining or ref in prepared or len(prepared) >= MAX_PREPARED:
+            return
+        if not self._context.ledger[BLOCK_ID_BYTES].acquire(session.uid, ENTRY_BYTES):
+            return
+        settings = self._context.settings
+        prepared[ref] = self._grant_client.acquire(session.local_rank, ref, settings.handshake_wait_s)
+        self._context.after(
+            ("prepared", session.session_id, ref),
+            settings.max_hold_s,
+            lambda: self._drop_prepared(session, ref),
+        )
+
+    def _take_prepared(self, session: Session, ref: TransferRef) -> HeldGrant | None:
+        """Return the grant that was prepared, unless it was refused or has ended: a new one may succeed."""
+        hold = self._prepared.get(session.session_id, {}).pop(ref, None)
+        if hold is None:
+            return None
+        self._context.ledger[BLOCK_ID_BYTES].release(session.uid, ENTRY_BYTES)
+        self._context.timers.cancel(("prepared", session.session_id, ref))
+        # One of another rank is of a registration that failed, maybe of another layout.
+        if hold.rank is session.rank and hold.state not in (GrantState.REFUSED, GrantState.LAPSED):
+            return hold
+        self._grant_client.release(hold)
+        return None
+
+    def _drop_prepared(self, session: Session, ref: TransferRef) -> None:
+        """End a grant that no pull wants. Does nothing where there is none."""
+        if (hold := self._take_prepared(session, ref)) is not None:
+            self._grant_client.release(hold)
+
+    def prepared(self) -> Iterator[HeldGrant]:
+        """Iterate over the grants that are prepared."""
+        for prepared in self._prepared.values():
+            yield from prepared.values()
+
+    def charges(self) -> Iterator[Charge]:
+        """Yield what these grants are counted for."""
+        for hold in self.prepared():
+            yield BLOCK_ID_BYTES, hold.rank.uid, ENTRY_BYTES + hold.charged_bytes
 
     def mark_delivered(self, session: Session, message: DeliveredByMover) -> None:
         """Record deliveries that the mover reported to the worker."""
@@ -209,7 +252,7 @@ class WorkerRequests:
             ref = self._parse_ref(ref)
         except KvxferdError:
             return
-        self._prepared.discard(session, ref)
+        self._drop_prepared(session, ref)
         self._pulls.cancel_transfer(rank, ref)
         if ref in session.abandoning or len(session.abandoning) >= MAX_ABANDONING:
             return
@@ -221,4 +264,6 @@ class WorkerRequests:
     def session_closed(self, session: Session) -> None:
         """End the session's prepared grants, and drop its parts of block lists."""
         session.assembly.clear()
-        self._prepared.session_closed(session)
+        for ref in list(self._prepared.get(session.session_id, ())):
+            self._drop_prepared(session, ref)
+        self._prepared.pop(session.session_id, None)

@@ -70,7 +70,7 @@ LOW_NUMBERS = {
     "core.sink.stalled_sources MAX_SOURCES": 1,
     "core.source.transfer_table MAX_READERS": 2,
     "core.worker_requests MAX_ABANDONING": 1,
-    "core.sink.prepared MAX_PREPARED": 1,
+    "core.worker_requests MAX_PREPARED": 1,
     "control.peer_inbox MAX_CACHED_BYTES": 1,
     "control.peer_inbox MAX_INLINE_BYTES": 64,
     "client.publishes MAX_USED_IDS": 2,

@@ -68,9 +68,9 @@ def test_prepared_pulls_have_a_share_of_each_user(monkeypatch: pytest.MonkeyPatc
     for n in range(20):
         first.say(wk.Prepare(ref=ref_to("p", f"t{n}")))
     kept = node.context.ledger[BLOCK_ID_BYTES]
-    assert (len(list(node.prepared)), kept.held_by(FIRST)) == (14, 14 * ENTRY_BYTES)
+    assert (len(list(node.worker_requests.prepared())), kept.held_by(FIRST)) == (14, 14 * ENTRY_BYTES)
     second.say(wk.Prepare(ref=ref_to("p")))
-    assert len(list(node.prepared)) == 15
+    assert len(list(node.worker_requests.prepared())) == 15
     first.close()
     assert kept.held_by(FIRST) == 0
 
@@ -106,7 +106,7 @@ def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() 
         sink.say(wk.Abandon(ref=ref))
     assert [m.why for m in source.received(wk.Released)] == [Code.ABANDONED] * 8
     assert sink.host.node.context.ledger[BLOCK_ID_BYTES].held == 0
-    assert not list(sink.host.node.prepared)
+    assert not list(sink.host.node.worker_requests.prepared())
 
 
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
