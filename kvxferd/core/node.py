@@ -14,7 +14,6 @@ from kvxferd.core.effects import (
     SendToMover,
     SendToWorker,
 )
-from kvxferd.core.limits.block_id_memory import reserve_arriving
 from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import ARRIVING_ID_BYTES, BLOCK_ID_BYTES, INFLIGHT_BYTES, RANKS, WAITING_BYTES
 from kvxferd.core.peers.layout_cache import LayoutCache
@@ -57,6 +56,7 @@ from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import negotiate_version
 from kvxferd.wire.common import BlockIds, FdBatch, Refusal
 from kvxferd.wire.endpoint import key_of, parse_endpoint
+from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 from kvxferd.wire.outlines import JoinRankOutline
 
 LOST_CHUNKS_CHECK_S = 5.0  # between two looks at whether a mover with lost chunks is idle
@@ -309,13 +309,19 @@ class Node:
         self.sessions[event.session] = opened
 
     def _reserve_arriving(self, session: Session, num_bytes: int) -> bool:
-        """Reserve bytes of ids that arrive. All sessions of users without a rank here count as one."""
+        """Reserve bytes of ids that arrive in parts, or release them; return whether there was room.
+
+        All sessions of users without a rank here count as one.
+        """
         share, ranks = self.context.ledger[ARRIVING_ID_BYTES], self.context.ledger[RANKS]
+        if num_bytes <= 0:
+            share.release(session.uid, -num_bytes)
+            return True
         num_kept = session.assembly.num_bytes
-        if num_bytes > 0 and not ranks.held_by(session.uid):
+        if not ranks.held_by(session.uid):
             strangers = [one for one in self.sessions.values() if not ranks.held_by(one.uid)]
             num_kept = sum(one.assembly.num_bytes for one in strangers)
-        return reserve_arriving(share, session.uid, num_kept, num_bytes)
+        return num_kept + num_bytes <= MAX_REQUEST_IDS_BYTES and share.acquire(session.uid, num_bytes)
 
     def _receive_worker_message(self, event: events.WorkerMessage) -> None:
         session = self.sessions.get(event.session)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvxferd.errors import OTHER_LIMIT
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 
 # Pulls, handshakes and waits for grants end within seconds, and make room.
@@ -180,3 +181,11 @@ TABLE = {
         WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
     )
 }  # fmt: skip
+
+# What refuses with `busy`: rows, then limits that are none. A refusal by any other is "other".
+BUSY_LIMITS = (
+    *(limit.name for limit in TABLE.values() if "`busy`" in limit.past),
+    *("max_sessions", "max_transfers_per_engine", "max_pulls_per_rank", "mover_starts"),
+    *("grants_per_transfer", "open_files", "worker_descriptors", "unfinished_registrations", "http"),
+    OTHER_LIMIT,
+)
