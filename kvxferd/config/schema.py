@@ -130,8 +130,6 @@ class LimitsConfig(Section, frozen=True):
     max_pulls_per_rank: Count = 1024  # that have not ended
     max_inflight_bytes: ByteCount = 1 << 40  # of those pulls, all ranks together
     max_peers: Count = 512  # daemons that this one connects to
-    max_waiting_per_peer: Count = 8192  # one peer's requests that wait for a publish or for ranks
-    max_waiting: Count = 32_768  # of all peers
     staging_bytes: ByteCountOrZero = 256 << 20  # memory for covering reads, of all movers; 0: none
 
 

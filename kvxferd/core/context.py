@@ -34,7 +34,6 @@ class NodeContext:
         self.now = 0.0
         self.draining = False
         self._effects: list[Effect] = []
-        self._before_next_event: dict[Hashable, Callable[[], None]] = {}
         self._num_bytes = 0  # of block ids in what was emitted since `run_due` began
         self._put_off: FairQueue[Hashable, Callable[[], None]] = FairQueue()
 
@@ -47,10 +46,6 @@ class NodeContext:
         """Set a timer `delay_s` seconds from now."""
         self.timers.set(name, self.now + delay_s, callback)
 
-    def before_next_event(self, name: Hashable, callback: Callable[[], None]) -> None:
-        """Call `callback` after the caller has returned, before another event is fed."""
-        self._before_next_event[name] = callback
-
     def put_off(self, owner: Hashable, callback: Callable[[], None]) -> None:
         """Call `callback` after this event or one of the next. There may be thousands: owners take turns."""
         self._put_off.put(owner, callback)
@@ -62,14 +57,12 @@ class NodeContext:
         """
         self._num_bytes = 0
         for _ in range(most):
-            self._run_before_next_event()
             if self._num_bytes >= MAX_TURN_BYTES:
                 return
             if not self.timers.run_next(self.now):
                 if not self._put_off:
                     return
                 self._put_off.get()()
-        self._run_before_next_event()
 
     def next_deadline(self) -> float | None:
         """Return when something is due; None: never, unless an event comes."""
@@ -80,11 +73,6 @@ class NodeContext:
         """Whether more is due than one event runs."""
         deadline = self.next_deadline()
         return deadline is not None and deadline <= self.now
-
-    def _run_before_next_event(self) -> None:
-        while self._before_next_event:
-            name = next(iter(self._before_next_event))
-            self._before_next_event.pop(name)()
 
     def pop_effects(self) -> list[Effect]:
         """Return the effects since the last call, in order."""

@@ -14,9 +14,8 @@ from kvxferd.core.effects import (
     SendToMover,
     SendToWorker,
 )
-from kvxferd.core.limits.block_id_memory import reserve_arriving
 from kvxferd.core.limits.ledger import Charge
-from kvxferd.core.limits.table import ARRIVING_ID_BYTES, BLOCK_ID_BYTES, INFLIGHT_BYTES, RANKS
+from kvxferd.core.limits.table import ARRIVING_ID_BYTES, BLOCK_ID_BYTES, INFLIGHT_BYTES, RANKS, WAITING_BYTES
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.peers import Peer, Peers
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
@@ -36,7 +35,6 @@ from kvxferd.core.settings import Settings
 from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.held_grant import HeldGrant
 from kvxferd.core.sink.manifests import EngineFetch, HandshakeClient
-from kvxferd.core.sink.prepared import PreparedGrants
 from kvxferd.core.sink.pull import Pull, PullPhase
 from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.fence_pages import FencePages
@@ -56,8 +54,9 @@ from kvxferd.wire import peer as peer_wire
 from kvxferd.wire import worker as worker_wire
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import negotiate_version
-from kvxferd.wire.common import FdBatch, Refusal
+from kvxferd.wire.common import BlockIds, FdBatch, Refusal
 from kvxferd.wire.endpoint import key_of, parse_endpoint
+from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 from kvxferd.wire.outlines import JoinRankOutline
 
 LOST_CHUNKS_CHECK_S = 5.0  # between two looks at whether a mover with lost chunks is idle
@@ -99,18 +98,15 @@ class Node:
             context, registry, self.published, self.waiting, polling, self.fence_pages, self.peer_routes
         )
         self.handshake_server = HandshakeServer(context, registry, self.waiting)
-        self.home = Home(
-            context, registry, requests, self.layouts, self._rank_changed, self._engine_changed, polling
-        )
+        self.home = Home(context, registry, requests, self.layouts, self._rank_changed, polling)
         self.member = Member(context, registry, self.peers, requests, polling)
         self.member.on_joined = self._rank_joined
         self.grant_client = GrantClient(context, self.peers, requests, self.handshake_client, self.movers)
-        self.prepared = PreparedGrants(context, self.grant_client)
         self.pulls = Pulls(context, self.grant_client, self.movers)
         self.local_ranks = LocalRanks(context, registry, self.movers, self.member, self._rank_changed)
         self.worker_requests = WorkerRequests(
-            context, registry, self.published, self.grant_client, self.prepared, self.pulls, self.peers,
-            requests, self.member,
+            context, registry, self.published, self.grant_client, self.pulls, self.peers, requests,
+            self.member,
         )  # fmt: skip
 
     # --- the interface
@@ -163,7 +159,7 @@ class Node:
         )
 
     def _limits_snapshot(self) -> tuple[LimitSnapshot, ...]:
-        """Return each limit of the settings, and that of block ids, beside what is used of it."""
+        """Return each limit of the settings, and two that are none, beside what is used of it."""
         limits, ledger = self.context.settings.limits, self.context.ledger
         used = {
             "max_sessions": len(self.sessions),
@@ -172,13 +168,16 @@ class Node:
             "max_pulls_per_rank": self.pulls.most_of_rank,
             "max_inflight_bytes": ledger[INFLIGHT_BYTES].held,
             "max_peers": self.peers.num_peers,
-            "max_waiting_per_peer": self.waiting.most_of_peer,
-            "max_waiting": len(self.waiting),
             "staging_bytes": self.chunk_memory.num_bytes,
-            BLOCK_ID_BYTES.name: ledger[BLOCK_ID_BYTES].held,
         }
-        total_of = {name: getattr(limits, name, BLOCK_ID_BYTES.total) for name in used}
-        return tuple(LimitSnapshot(name=name, limit=total_of[name], used=num) for name, num in used.items())
+        of_settings = [
+            LimitSnapshot(name=name, limit=getattr(limits, name), used=used[name]) for name in used
+        ]
+        others = [
+            LimitSnapshot(name=row.name, limit=ledger[row].limit, used=ledger[row].held)
+            for row in (BLOCK_ID_BYTES, WAITING_BYTES)
+        ]
+        return (*of_settings, *others)
 
     def engines_snapshot(self) -> tuple[EngineSnapshot, ...]:
         """Return the engines of which a rank is known here."""
@@ -223,8 +222,8 @@ class Node:
         """Yield what everything that is kept here is counted for."""
         parts = (
             self.published.table, self.published.announced, self.published.ended, self.waiting, self.home,
-            self.owners, self.registry, self.pulls, self.prepared, self.peers, self.worker_requests,
-            self.grant_client.plans,
+            self.owners, self.registry, self.pulls, self.worker_requests,
+            self.peers, self.grant_client.plans,
         )  # fmt: skip
         for part in parts:
             yield from part.charges()
@@ -233,7 +232,7 @@ class Node:
         yield from self.handshake_client.charges(self._holds())
 
     def _holds(self) -> list[HeldGrant]:
-        return [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
+        return [*(pull.held_grant for pull in self.pulls.running()), *self.worker_requests.prepared()]
 
     # --- events
 
@@ -310,13 +309,19 @@ class Node:
         self.sessions[event.session] = opened
 
     def _reserve_arriving(self, session: Session, num_bytes: int) -> bool:
-        """Reserve bytes of ids that arrive. All sessions of users without a rank here count as one."""
+        """Reserve bytes of ids that arrive in parts, or release them; return whether there was room.
+
+        All sessions of users without a rank here count as one.
+        """
         share, ranks = self.context.ledger[ARRIVING_ID_BYTES], self.context.ledger[RANKS]
+        if num_bytes <= 0:
+            share.release(session.uid, -num_bytes)
+            return True
         num_kept = session.assembly.num_bytes
-        if num_bytes > 0 and not ranks.held_by(session.uid):
+        if not ranks.held_by(session.uid):
             strangers = [one for one in self.sessions.values() if not ranks.held_by(one.uid)]
             num_kept = sum(one.assembly.num_bytes for one in strangers)
-        return reserve_arriving(share, session.uid, num_kept, num_bytes)
+        return num_kept + num_bytes <= MAX_REQUEST_IDS_BYTES and share.acquire(session.uid, num_bytes)
 
     def _receive_worker_message(self, event: events.WorkerMessage) -> None:
         session = self.sessions.get(event.session)
@@ -360,8 +365,28 @@ class Node:
                 self.local_ranks.mover_acknowledged(session, message)
             case FdBatch():
                 pass  # the shell keeps its descriptors
+            case BlockIds():
+                session.assembly.add(message)
+            case worker_wire.Publish():
+                self.worker_requests.publish(session, message, event.fence_word)
+            case worker_wire.Ready():
+                self.worker_requests.ready(session, message)
+            case worker_wire.Unpublish():
+                self.worker_requests.unpublish(session, message.transfer_id)
+            case worker_wire.Prepare():
+                self.worker_requests.prepare(session, message)
+            case worker_wire.PullRequest():
+                self.worker_requests.pull(session, message)
+            case worker_wire.Cancel():
+                self.pulls.cancel(session.local_rank, message.ticket)
+            case worker_wire.DeliveredByMover():
+                self.worker_requests.mark_delivered(session, message)
+            case worker_wire.PullsResumed():
+                self.worker_requests.resume_pulls(session, message)
+            case worker_wire.Abandon():
+                self.worker_requests.abandon(session, message.ref)
             case _:
-                self.worker_requests.handle(session, message, event.fence_word)
+                assert_never(message)
 
     def _disconnect(self, session: Session, error: ProtocolError) -> None:
         """Close a session that broke the protocol. Other sessions are not affected."""
@@ -399,12 +424,14 @@ class Node:
         if change in (RankChange.VOID, RankChange.GONE):
             self.published.rank_lost(key, Code.RANK_LOST)
         if not isinstance(rank, LocalRank):
+            if change in (RankChange.READY, RankChange.GONE):
+                self._engine_changed(key.engine_id)
             return
         match change:
             case RankChange.REGISTERED:
                 self.fence_pages.create(self.sessions[rank.session])
             case RankChange.READY:
-                self.fence_pages.assign(self.sessions[rank.session])
+                self._engine_changed(key.engine_id)
                 self.pulls.advance_all(rank)
             case RankChange.ASLEEP:
                 self.published.rank_suspended(rank)
@@ -428,7 +455,6 @@ class Node:
             case mover_wire.Bound():
                 if rank is not None and rank.state is RankState.BINDING:
                     self.local_ranks.bound(self.sessions[rank.session], message)
-                    self._engine_of_mover_changed(mover)
             case mover_wire.BindRefused():
                 if rank is not None and rank.state is RankState.BINDING:
                     refusal = Refusal(message.code, message.message)
@@ -570,7 +596,7 @@ class Node:
             case peer_wire.Acknowledge(), Pull() as pull:
                 self.pulls.acknowledged(pull, asked.opened_at)
             case peer_wire.AbandonTransfer() as abandoned, Session() as session:
-                self.worker_requests.abandon_answered(session, abandoned.ref)
+                session.abandoning.discard(abandoned.ref)  # its source knows, or is given up
             case peer_wire.JoinRank() as joined, LocalRank() as rank:
                 self.member.join_answered(rank, joined, reply)
             case peer_wire.RankReady() as report, LocalRank() as rank:

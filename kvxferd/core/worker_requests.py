@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import assert_never
+from dataclasses import dataclass, field
 
 import msgspec
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToWorker
+from kvxferd.core.limits.block_id_memory import ENTRY_BYTES
 from kvxferd.core.limits.ledger import Charge
-from kvxferd.core.limits.table import ABANDONED_TRANSFERS
+from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.member import Member
@@ -19,17 +19,17 @@ from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.sink.grants import GrantClient
-from kvxferd.core.sink.prepared import PreparedGrants
+from kvxferd.core.sink.held_grant import GrantState, HeldGrant
 from kvxferd.core.sink.pull import Pull
 from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.announced import report_of
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import Ticket, TransferId
+from kvxferd.ids import SessionId, Ticket, TransferId
 from kvxferd.layout import BlocksByGroup
 from kvxferd.plan import check_blocks_by
 from kvxferd.wire.codec import negotiate_version
-from kvxferd.wire.common import BlockIds, TransferRef
+from kvxferd.wire.common import TransferRef
 from kvxferd.wire.endpoint import parse_endpoint
 from kvxferd.wire.limits import (
     FENCE_SLOTS,
@@ -37,12 +37,10 @@ from kvxferd.wire.limits import (
     MAX_DELIVERED_BY_MOVER,
     MAX_NAME_CHARS,
 )
-from kvxferd.wire.peer import AbandonTransfer, Consumer
+from kvxferd.wire.peer import AbandonTransfer
 from kvxferd.wire.traceparent import read_traceparent
 from kvxferd.wire.worker import (
     WORKER_VERSIONS,
-    Abandon,
-    Cancel,
     DeliveredByMover,
     Hello,
     Prepare,
@@ -50,32 +48,30 @@ from kvxferd.wire.worker import (
     PullRequest,
     PullsResumed,
     Ready,
-    Unpublish,
     Welcome,
 )
 
-TransferMessage = (
-    BlockIds | Publish | Ready | Unpublish | Prepare | PullRequest | Cancel | DeliveredByMover | PullsResumed
-    | Abandon
-)  # fmt: skip
-
 MAX_ABANDONING = 1024  # of a session, whose source has not replied
+MAX_PREPARED = 1024  # of a session; each grant is renewed for minutes
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
 
 
 @dataclass(eq=False, repr=False)
 class WorkerRequests:
-    """Checks the requests of a session, and passes them to the part that handles them."""
+    """Checks the requests of a session, and passes them to the part that handles them.
+
+    Each may raise ProtocolError, which ends the session.
+    """
 
     _context: NodeContext
     _registry: Registry
     _published: PublishedTransfers
     _grant_client: GrantClient
-    _prepared: PreparedGrants
     _pulls: Pulls
     _peers: Peers
     _peer_requests: PeerRequests
     _member: Member
+    _prepared: dict[SessionId, dict[TransferRef, HeldGrant]] = field(default_factory=dict)
 
     def welcome(self, session: Session, message: Hello) -> None:
         """Agree on a version. Raises ProtocolError where there is none."""
@@ -84,46 +80,10 @@ class WorkerRequests:
         welcome = Welcome(version=version, boot_id=self._context.boot, lease_s=self._context.settings.lease_s)
         self._context.emit(SendToWorker(session.session_id, welcome))
 
-    def handle(self, session: Session, message: TransferMessage, fence_word: bytes) -> None:
-        """Handle a request that the session may send. Raises ProtocolError, which ends the session.
-
-        Raises KvxferdError for a publish or a pull that is refused.
-        """
-        match message:
-            case BlockIds():
-                session.assembly.add(message)
-            case Publish():
-                self._publish(session, message, fence_word)
-            case Ready():
-                self._ready(session, message)
-            case Unpublish():
-                self._withdraw(session, message.transfer_id)
-            case Prepare():
-                self._prepare(session, message)
-            case PullRequest():
-                self._pull(session, message)
-            case Cancel():
-                self._pulls.cancel(session.local_rank, message.ticket)
-            case DeliveredByMover():
-                self._check_tickets(message.tickets)
-                self._pulls.mark_delivered_by_mover(session.local_rank, message.tickets)
-            case PullsResumed():
-                self._check_tickets(message.tickets)
-                self._check_tickets(message.arrived)
-                self._pulls.resume_interrupted(session.local_rank, message)
-            case Abandon():
-                self._abandon(session, message.ref)
-            case _:
-                assert_never(message)
-
-    def _check_tickets(self, tickets: tuple[Ticket, ...]) -> None:
-        most = max(MAX_DELIVERED_BY_MOVER, self._context.settings.limits.max_pulls_per_rank)
-        if len(tickets) > most:
-            raise ProtocolError(f"cannot take {len(tickets)} tickets: {most} pulls may run")
-
     # --- the source's side
 
-    def _publish(self, session: Session, message: Publish, fence_word: bytes) -> None:
+    def publish(self, session: Session, message: Publish, fence_word: bytes) -> None:
+        """Publish a transfer. Raises KvxferdError: refused."""
         blocks, engine = session.assembly.complete(message.blocks, message.stream), session.engine
         assert engine is not None
         problem = ""
@@ -141,15 +101,17 @@ class WorkerRequests:
             raise EngineError(text, Code.OUT_OF_PLACE)
         self._published.publish(session, engine, message, blocks, fence_word)
 
-    def _withdraw(self, session: Session, transfer_id: TransferId) -> None:
+    def unpublish(self, session: Session, transfer_id: TransferId) -> None:
+        """Release a transfer for its publisher."""
         assert session.engine is not None
         self._published.unpublish(session.session_id, session.engine, transfer_id)
 
-    def _ready(self, session: Session, message: Ready) -> None:
+    def ready(self, session: Session, message: Ready) -> None:
+        """Record what the rank has written, and the blocks that its publisher adds."""
         try:
             blocks = session.assembly.complete(message.blocks, message.stream)
         except BusyError:
-            self._withdraw(session, message.transfer_id)  # its blocks are not known any more
+            self.unpublish(session, message.transfer_id)  # its blocks are not known any more
             return
         if blocks:
             assert session.engine is not None
@@ -170,16 +132,17 @@ class WorkerRequests:
 
     # --- the sink's side
 
-    def _pull(self, session: Session, message: PullRequest) -> None:
+    def pull(self, session: Session, message: PullRequest) -> None:
+        """Start a pull. Raises KvxferdError: refused."""
         if self._pulls.find(session.session_id, message.ticket) is not None:
             raise ProtocolError(f"cannot take ticket {message.ticket}: its last pull has not ended")
         blocks = session.assembly.complete(message.blocks, message.stream)
         rank, ref = session.local_rank, self._check_pull(session.local_rank, message, blocks)
         if message.progressive:
-            self._prepared.discard(session, ref)  # which waits for the whole
+            self._drop_prepared(session, ref)  # which waits for the whole
             hold = self._grant_client.acquire(rank, ref, message.deadline_s, after_tokens=0, blocks=blocks)
         else:
-            hold = self._prepared.pop(session, ref) or self._grant_client.acquire(
+            hold = self._take_prepared(session, ref) or self._grant_client.acquire(
                 rank, ref, message.deadline_s, blocks=blocks
             )
         pull = Pull(
@@ -219,46 +182,88 @@ class WorkerRequests:
         trace = read_traceparent(ref.traceparent)
         return msgspec.structs.replace(ref, endpoint=endpoint, traceparent=trace)
 
-    def _prepare(self, session: Session, message: Prepare) -> None:
+    def prepare(self, session: Session, message: Prepare) -> None:
+        """Request the grant of a pull that may follow, unless there is no room: the pull requests its own."""
+        prepared = self._prepared.setdefault(session.session_id, {})
         try:
             ref = self._parse_ref(message.ref)
         except KvxferdError:
             return  # the pull is refused for the same reason
-        if not self._context.draining:
-            self._prepared.prepare(session, session.local_rank, ref)
+        if self._context.draining or ref in prepared or len(prepared) >= MAX_PREPARED:
+            return
+        if not self._context.ledger[BLOCK_ID_BYTES].acquire(session.uid, ENTRY_BYTES):
+            return
+        settings = self._context.settings
+        prepared[ref] = self._grant_client.acquire(session.local_rank, ref, settings.handshake_wait_s)
+        self._context.after(
+            ("prepared", session.session_id, ref),
+            settings.max_hold_s,
+            lambda: self._drop_prepared(session, ref),
+        )
 
-    def _abandon(self, session: Session, ref: TransferRef) -> None:
+    def _take_prepared(self, session: Session, ref: TransferRef) -> HeldGrant | None:
+        """Return the grant that was prepared, unless it was refused or has ended: a new one may succeed."""
+        hold = self._prepared.get(session.session_id, {}).pop(ref, None)
+        if hold is None:
+            return None
+        self._context.ledger[BLOCK_ID_BYTES].release(session.uid, ENTRY_BYTES)
+        self._context.timers.cancel(("prepared", session.session_id, ref))
+        # One of another rank is of a registration that failed, maybe of another layout.
+        if hold.rank is session.rank and hold.state not in (GrantState.REFUSED, GrantState.LAPSED):
+            return hold
+        self._grant_client.release(hold)
+        return None
+
+    def _drop_prepared(self, session: Session, ref: TransferRef) -> None:
+        """End a grant that no pull wants. Does nothing where there is none."""
+        if (hold := self._take_prepared(session, ref)) is not None:
+            self._grant_client.release(hold)
+
+    def prepared(self) -> Iterator[HeldGrant]:
+        """Iterate over the grants that are prepared."""
+        for prepared in self._prepared.values():
+            yield from prepared.values()
+
+    def charges(self) -> Iterator[Charge]:
+        """Yield what these grants are counted for."""
+        for hold in self.prepared():
+            yield BLOCK_ID_BYTES, hold.rank.uid, ENTRY_BYTES + hold.charged_bytes
+
+    def mark_delivered(self, session: Session, message: DeliveredByMover) -> None:
+        """Record deliveries that the mover reported to the worker."""
+        self._check_tickets(message.tickets)
+        self._pulls.mark_delivered_by_mover(session.local_rank, message.tickets)
+
+    def resume_pulls(self, session: Session, message: PullsResumed) -> None:
+        """Go on with the pulls of a mover that has died."""
+        self._check_tickets(message.tickets)
+        self._check_tickets(message.arrived)
+        self._pulls.resume_interrupted(session.local_rank, message)
+
+    def _check_tickets(self, tickets: tuple[Ticket, ...]) -> None:
+        most = max(MAX_DELIVERED_BY_MOVER, self._context.settings.limits.max_pulls_per_rank)
+        if len(tickets) > most:
+            raise ProtocolError(f"cannot take {len(tickets)} tickets: {most} pulls may run")
+
+    def abandon(self, session: Session, ref: TransferRef) -> None:
+        """End what the session does with a transfer, and report to its source that nobody here reads it."""
         rank = session.local_rank
         try:
             ref = self._parse_ref(ref)
         except KvxferdError:
             return
-        self._prepared.discard(session, ref)
+        self._drop_prepared(session, ref)
         self._pulls.cancel_transfer(rank, ref)
         if ref in session.abandoning or len(session.abandoning) >= MAX_ABANDONING:
             return
-        if not self._context.ledger[ABANDONED_TRANSFERS].acquire(session.uid):
-            return
         session.abandoning.add(ref)
-        spec = rank.spec
-        consumer = Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
-
-        message = AbandonTransfer(request=self._peer_requests.next_id(), ref=ref, consumer=consumer)
+        message = AbandonTransfer(request=self._peer_requests.next_id(), ref=ref, consumer=rank.consumer())
         timeout_s = self._context.settings.acknowledge_for_s
         self._peers.request(ref.endpoint, message, timeout_s, session.uid, session)
-
-    def abandon_answered(self, session: Session, ref: TransferRef) -> None:
-        """Count an abandoned transfer no more: its source knows, or is given up."""
-        session.abandoning.discard(ref)
-        self._context.ledger[ABANDONED_TRANSFERS].release(session.uid)
-
-    def charges(self) -> Iterator[Charge]:
-        """Yield what the abandonments are counted for whose source has not replied."""
-        for asked in self._peer_requests:
-            if isinstance(asked.message, AbandonTransfer):
-                yield ABANDONED_TRANSFERS, asked.uid, 1
 
     def session_closed(self, session: Session) -> None:
         """End the session's prepared grants, and drop its parts of block lists."""
         session.assembly.clear()
-        self._prepared.session_closed(session)
+        for ref in list(self._prepared.get(session.session_id, ())):
+            self._drop_prepared(session, ref)
+        self._prepared.pop(session.session_id, None)

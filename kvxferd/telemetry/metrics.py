@@ -17,7 +17,7 @@ from prometheus_client import core
 from prometheus_client.registry import Collector
 
 import kvxferd
-from kvxferd.core.limits.checks import BUSY_LIMITS
+from kvxferd.core.limits.table import BUSY_LIMITS
 from kvxferd.errors import BUSY_REFUSALS, Code
 from kvxferd.records import (
     PHASES,

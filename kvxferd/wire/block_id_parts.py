@@ -120,6 +120,7 @@ class BlockIdAssembly:
                 "cannot take so many block ids: what is arriving for this user has all the room that it "
                 f"may; try again in {BUSY_RETRY_S:g} s",
                 BUSY_RETRY_S,
+                "arriving_id_bytes",
             )
         fronts = self._streams.pop(stream, None)
         if fronts is None:

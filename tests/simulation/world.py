@@ -58,10 +58,9 @@ LOW_NUMBERS = {
     "acknowledged": 24,
     "early_ready": 2,
     "ended_transfers": 16,
-    "fetched_engines": 2,
     "open_requests": 12,
     "remote_engine_bytes": 100_000,
-    "waiting_bytes": 12_000,
+    "waiting_bytes": 48_000,
     "core.context CALLS_PER_EVENT": 1,
     "core.context CALLS_PER_TICK": 2,
     "core.peers.routes MAX_ROUTES": 2,
@@ -72,7 +71,7 @@ LOW_NUMBERS = {
     "core.sink.stalled_sources MAX_SOURCES": 1,
     "core.source.transfer_table MAX_READERS": 2,
     "core.worker_requests MAX_ABANDONING": 1,
-    "core.sink.prepared MAX_PREPARED": 1,
+    "core.worker_requests MAX_PREPARED": 1,
     "control.peer_inbox MAX_CACHED_BYTES": 1,
     "control.peer_inbox MAX_INLINE_BYTES": 64,
     "client.publishes MAX_USED_IDS": 2,
@@ -226,9 +225,7 @@ class World:
     def _config_of(self, node: str) -> Config:
         limits = LimitsConfig()
         if self.traits.has_low_limits:
-            limits = LimitsConfig(
-                max_transfers_per_engine=3, max_pulls_per_rank=3, max_waiting_per_peer=4, max_waiting=8
-            )
+            limits = LimitsConfig(max_transfers_per_engine=3, max_pulls_per_rank=3)
         return Config(
             node=NodeConfig(run_dir=str(self.directory / node)),
             http=HttpConfig(bind=""),

@@ -51,10 +51,10 @@ from tests.support.fetched_engine import register
 SOURCE = EngineId("prefill-0")
 SINK = EngineId("decode-0")
 PEER = Endpoint("tcp://10.0.0.2:9441")
-# The limits that are shown beside their use: settings, and `block_id_bytes`.
+# The limits that are shown beside their use: settings, and two that are none.
 LIMIT_NAMES = (
     *("max_sessions", "max_ranks", "max_transfers_per_engine", "max_pulls_per_rank", "max_inflight_bytes"),
-    *("max_peers", "max_waiting_per_peer", "max_waiting", "staging_bytes", "block_id_bytes"),
+    *("max_peers", "staging_bytes", "block_id_bytes", "waiting_bytes"),
 )
 
 

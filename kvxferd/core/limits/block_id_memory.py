@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvxferd.core.limits.ledger import Share
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import GroupName
 from kvxferd.layout import PackedBlocks, num_id_bytes
@@ -33,17 +32,6 @@ def check_num_ids(blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:
             "use larger blocks, or split the request",
             Code.BLOCKS_INVALID,
         )
-
-
-def reserve_arriving(share: Share, uid: int, num_kept: int, num_bytes: int) -> bool:
-    """Reserve bytes of ids that arrive in parts, or release them where it is negative.
-
-    `num_kept`: what is reserved already of the largest request. Return whether there was room.
-    """
-    if num_bytes > 0:
-        return num_kept + num_bytes <= MAX_REQUEST_IDS_BYTES and share.acquire(uid, num_bytes)
-    share.release(uid, -num_bytes)
-    return True
 
 
 def incarnation_bytes(num_ranks: int, named: RankIncarnations) -> int:

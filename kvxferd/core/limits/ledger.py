@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvxferd.config import LimitsConfig
 from kvxferd.core.limits import table
 from kvxferd.core.limits.fair_share import FairShare, Owner
-from kvxferd.core.limits.table import SETTING, Limit
+from kvxferd.core.limits.table import RETRY_AFTER_S, SETTING, Limit
 from kvxferd.errors import BusyError
 
 Charge = tuple[Limit, Owner, int]  # what something that is kept is counted for, for whom, and with how much
@@ -61,3 +61,15 @@ class Ledger:
         for name, share in self._shares.items():
             kept_by = {owner: amount for owner, amount in kept[name].items() if amount}
             assert kept_by == share.by_owner, f"{name}: {share.by_owner} counted, {kept_by} kept"
+
+
+def check_count(
+    count: int, limit: int, what: str, setting: str, retry_after_s: float = RETRY_AFTER_S
+) -> None:
+    """Raise BusyError if one more passes the limit. `what` goes into the message, as "register: ..."."""
+    if count >= limit:
+        raise BusyError(
+            f"cannot {what} ({setting} = {limit}); try again in {retry_after_s:g} s",
+            retry_after_s,
+            setting.removeprefix("limits."),
+        )

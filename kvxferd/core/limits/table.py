@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvxferd.errors import OTHER_LIMIT
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 
 # Pulls, handshakes and waits for grants end within seconds, and make room.
@@ -59,19 +60,12 @@ INFLIGHT_BYTES = Limit(
 OPEN_REQUESTS = Limit(
     "open_requests",
     32_768,
-    "requests to peers that have no reply yet, of all kinds",
-    "`busy`; a rank joins and leaves its home all the same",
+    "requests to peers that have no reply yet, of all kinds; of `abandon`s of a session 1,024",
+    "`busy`; a rank joins and leaves its home all the same, and the source of an `abandon` learns of it when "
+    "its lease ends",
     "2 KB each: 64 MiB. 200 acknowledgements a second to a dead source, each repeated for 120 s, are "
-    "24,000, and one user's share is 28,672",
-)
-FETCHED_ENGINES = Limit(
-    "fetched_engines",
-    4096,
-    "remote engines whose manifests are being fetched",
-    "`busy`",
-    "A node's ranks read from tens. Each is a request of 2 KB that is open for up to 20 s, also when "
-    "the pull of an invented reference is cancelled meanwhile",
-    retry_after_s=RETRY_LATER_S,
+    "24,000, and one user's share is 28,672. An engine that aborts eight requests a second, with a dead "
+    "source, has 1,024 abandoned. A manifest is one for up to 20 s, also of an invented reference",
 )
 REMOTE_ENGINE_BYTES = Limit(
     "remote_engine_bytes",
@@ -115,14 +109,6 @@ ARRIVING_ID_BYTES = Limit(
     "within a millisecond",
     unit="bytes",
 )
-ABANDONED_TRANSFERS = Limit(
-    "abandoned_transfers",
-    16 * 1024,
-    "`abandon`s to which their source has not replied; of a session 1,024",
-    "The source learns of it when its lease ends",
-    "Each request is repeated for two minutes. An engine that aborts eight requests a second, with a "
-    "dead source, has 1,024",
-)
 EARLY_READY = Limit(
     "early_ready",
     1 << 16,
@@ -152,22 +138,15 @@ ACKNOWLEDGED = Limit(
     "150 bytes each: 4,096 transfers that 64 ranks of one reader have read and others have not",
     is_of_peers=True,
 )
-WAITING_REQUESTS = Limit(
-    "max_waiting",
-    SETTING,
-    "requests of other nodes that wait",
-    "`busy`, as past `limits.max_waiting_per_peer` of one peer",
-    "For ranks, a publish or movers: those for manifests and for grants together",
-    is_of_peers=True,
-)
 WAITING_BYTES = Limit(
     "waiting_bytes",
     256 << 20,
-    "requests of other nodes that wait for ranks, a publish or movers; each is counted for 2 KiB, and 64 "
+    "requests of other nodes that wait for ranks, a publish or movers; each is counted for 8 KiB, and 64 "
     "bytes and the characters of each name in it",
-    "`busy`",
-    "A request that reads 64 ranks is 8 KiB: a peer's 8,192 (`limits.max_waiting_per_peer`) are 64 MiB. One "
-    "that reads the largest engine's 4,096 ranks is 340 KiB",
+    "`busy`; that engine's pull fails with it",
+    "32,768 requests at most, 28,672 of a peer that is alone: 28 ranks with 1,024 pulls each. One that reads "
+    "64 ranks is 14 KiB, one that reads the largest engine's 4,096 ranks 350 KiB. What a request takes is a "
+    "quarter of that: the rest is for the time that it takes to consider thousands of them",
     is_of_peers=True,
     unit="bytes",
 )
@@ -198,7 +177,15 @@ TABLE = {
     limit.name: limit
     for limit in (
         PEERS, RANKS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, REMOTE_ENGINE_BYTES, PLAN_BYTES,
-        OPEN_REQUESTS, FETCHED_ENGINES, ABANDONED_TRANSFERS, EARLY_READY, ENDED_TRANSFERS, ACKNOWLEDGED,
-        WAITING_REQUESTS, WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
+        OPEN_REQUESTS, EARLY_READY, ENDED_TRANSFERS, ACKNOWLEDGED,
+        WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
     )
 }  # fmt: skip
+
+# What refuses with `busy`: rows, then limits that are none. A refusal by any other is "other".
+BUSY_LIMITS = (
+    *(limit.name for limit in TABLE.values() if "`busy`" in limit.past),
+    *("max_sessions", "max_transfers_per_engine", "max_pulls_per_rank", "mover_starts"),
+    *("grants_per_transfer", "open_files", "worker_descriptors", "unfinished_registrations", "http"),
+    OTHER_LIMIT,
+)

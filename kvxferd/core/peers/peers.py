@@ -258,7 +258,7 @@ class Peers:
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.endpoint]
         peer.forget_engines()
-        self._peer_requests.withdraw(peer.hello)
+        self._peer_requests.cancel(peer.hello)
         self._peer_share.release(peer.uid)
         self._context.timers.cancel(("idle-peer", peer.endpoint))
         self._context.timers.cancel(("not-back", peer.endpoint))

@@ -185,15 +185,10 @@ class PeerRequests:
         if number in self._open:
             self._open[number].is_wanted = False
 
-    def withdraw(self, number: int) -> None:
-        """Drop a request without a reply. Does nothing where it is not open."""
-        if number in self._open:
-            self._remove(number)
-
     def cancel(self, number: int) -> None:
         """End a request with a refusal made here: it is not sent again. Does nothing where it is not open."""
         if number in self._open:
-            text = f"request {number} was cancelled: a later one is in its place"
+            text = f"request {number} was cancelled: a later one is in its place, or nobody waits for it"
             self._complete(number, PeerRefused(request=number, code=Code.CANCELLED, message=text))
 
     def reroute(self, old: bytes, new: bytes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
@@ -52,7 +52,6 @@ class Home:
         peer_requests: PeerRequests,
         layout_cache: LayoutCache,
         on_change: OnRankChange,
-        on_engine_change: Callable[[EngineId], None],
         poll_requests: PollRequests,
     ) -> None:
         self._context = context
@@ -60,7 +59,6 @@ class Home:
         self._peer_requests = peer_requests
         self._layout_cache = layout_cache
         self._on_change = on_change
-        self._on_engine_change = on_engine_change
         self._poll_requests = poll_requests
         self._members: dict[AgentName, MemberRank] = {}
         self._member_share = context.ledger[MEMBER_BYTES]  # by `_peer_id`
@@ -102,7 +100,7 @@ class Home:
         if present is None or present.incarnation != record.incarnation:
             self._on_change(RankChange.MAPPED, record)
         self._reply_to_join(record, route, message)
-        self._on_engine_change(spec.engine_id)
+        self._on_change(RankChange.READY, record)
 
     def _reply_to_join(self, record: MemberRank, route: bytes, message: JoinRank) -> None:
         is_new, polls = message.request == record.added_by, self._poll_requests.is_requested(record.agent)
@@ -221,7 +219,10 @@ class Home:
         return ""
 
     def _refresh_heartbeat(self, record: MemberRank, route: bytes) -> None:
-        """Record a heartbeat. If it came by another route, open requests move to that route."""
+        """Record a heartbeat. If it came by another route, open requests move to that route.
+
+        Without one for `tombstone_s` its node is gone, and sends no `LeaveRank`.
+        """
         record.last_seen_at = self._context.now
         if record.route != route:
             self._peer_requests.reroute(record.route, route)
@@ -231,7 +232,7 @@ class Home:
         self._context.after(
             ("member", record.spec.key, record.spec.rank),
             self._context.settings.tombstone_s,
-            lambda: self._member_expired(record),
+            lambda: self._forget([record]),
         )
 
     def _check_agent(self, manifest: RankManifest | ManifestOutline) -> None:
@@ -239,10 +240,6 @@ class Home:
         if other is not None and (other.spec.key, other.spec.rank) != (spec.key, spec.rank):
             why = f"its agent is that of rank {other.spec.rank} of engine {other.spec.key}"
             raise _refusal(spec, why, Code.RANK_TAKEN)
-
-    def _member_expired(self, record: MemberRank) -> None:
-        """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""
-        self._forget([record])
 
     def _remove(self, record: MemberRank) -> None:
         self._members.pop(record.agent, None)
@@ -273,8 +270,6 @@ class Home:
         for record in lost:
             self._remove(record)
             self._owners.forget(record.spec.key, record.spec.rank)
-        for engine_id in {record.spec.engine_id for record in lost}:
-            self._on_engine_change(engine_id)
 
     def _silent_members(self, engine_id: EngineId) -> list[MemberRank]:
         since = self._context.now - self._context.settings.member_silent_after_s

@@ -157,17 +157,18 @@ class Member:
         rank.reported.move_to_end(transfer_id)
         if len(rank.reported) > MAX_REPORTED:
             rank.reported.popitem(last=False)
-        self._send_ready(rank, incarnation, ready_tokens, transfer_id)
+        self._send_report(rank, transfer_id)
 
     def _report_again(self, rank: LocalRank) -> None:
         """Report all that a home that is new does not know. It ignores what has ended there."""
-        for transfer_id, (incarnation, ready_tokens) in rank.reported.items():
-            report = partial(self._send_ready, rank, incarnation, ready_tokens, transfer_id)
-            self._context.put_off(rank.uid, report)
+        for transfer_id in rank.reported:
+            self._context.put_off(rank.uid, partial(self._send_report, rank, transfer_id))
 
-    def _send_ready(
-        self, rank: LocalRank, incarnation: Incarnation, ready_tokens: int, transfer_id: TransferId
-    ) -> None:
+    def _send_report(self, rank: LocalRank, transfer_id: TransferId) -> None:
+        """Send what the rank has reported of a transfer, unless that is released or the rank has left."""
+        if transfer_id not in rank.reported:
+            return
+        incarnation, ready_tokens = rank.reported[transfer_id]
         spec = rank.spec
         message = RankReady(
             request=self._peer_requests.next_id(),
@@ -184,15 +185,8 @@ class Member:
     def report_answered(self, rank: LocalRank, report: RankReady, reply: ReplyMessage) -> None:
         """Report once more what found no room among its user's requests: pulls there may wait for it."""
         if isinstance(reply, PeerRefused) and reply.code is Code.BUSY:
-            rank.unsent.add(report.transfer_id)
-            again = partial(self._report_unsent, rank)
-            self._context.after(("unsent", rank.session), RETRY_AFTER_S, again)
-
-    def _report_unsent(self, rank: LocalRank) -> None:
-        unsent, rank.unsent = rank.unsent, set()
-        for transfer_id in sorted(unsent & rank.reported.keys()):  # else it is released, or the rank has left
-            report = partial(self._send_ready, rank, *rank.reported[transfer_id], transfer_id)
-            self._context.put_off(rank.uid, report)
+            again = partial(self._send_report, rank, report.transfer_id)
+            self._context.after(("report", rank.session, report.transfer_id), RETRY_AFTER_S, again)
 
     # --- requests of the home
 

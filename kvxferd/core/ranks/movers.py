@@ -140,11 +140,12 @@ class Movers:
             self.kill(mover.mover_id)
 
     def _schedule_leaving(self, mover: Mover) -> None:
-        def leave() -> None:
-            self._on_leaving(mover)
-            self.reconsider(mover.mover_id)
+        """Take it from its rank once the caller has returned, which may be going through the rank's pulls."""
+        self._context.after(("leaving", mover.mover_id), 0.0, lambda: self._leave(mover))
 
-        self._context.before_next_event(("mover-leaves", mover.mover_id), leave)
+    def _leave(self, mover: Mover) -> None:
+        self._on_leaving(mover)
+        self.reconsider(mover.mover_id)
 
     def num_ending(self) -> int:
         """Return how many movers get nothing new and are not dead yet."""

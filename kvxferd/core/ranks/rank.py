@@ -14,6 +14,7 @@ from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, block_bytes
 from kvxferd.plan import BlockRules, TransferTopology, block_rules
 from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import Binding, MeasuredPlacement, RankManifest, RegionAddress
+from kvxferd.wire.peer import Consumer
 from kvxferd.wire.worker import RegionExport
 
 
@@ -107,7 +108,6 @@ class LocalRank:
     polling_request: int = 0  # of its home, which gets a reply once the mover polls; 0: there is none
     # What it has reported as written and not heard to be released, the latest: a home that restarts lost it.
     reported: OrderedDict[TransferId, tuple[Incarnation, int]] = field(default_factory=OrderedDict)
-    unsent: set[TransferId] = field(default_factory=set)  # of these, what found no room among the requests
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
     placement: MeasuredPlacement = field(default_factory=MeasuredPlacement)
@@ -126,6 +126,11 @@ class LocalRank:
         self.state = TRANSITIONS[self.state, trigger]
         if self.state not in WITH_MOVER:
             self.mover, self.agent, self.polling_request = None, None, 0
+
+    def consumer(self) -> Consumer:
+        """Return it as a source counts a rank that reads."""
+        spec = self.spec
+        return Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
 
     def bytes_of(self, blocks: Mapping[GroupName, PackedBlocks]) -> int:
         """Return the bytes of those blocks on this rank."""
@@ -188,7 +193,7 @@ class RankChange(Enum):
 
     REGISTERED = auto()  # a local rank was claimed; its memory is about to be mapped
     MAPPED = auto()  # its memory has another mapping: it was resumed, or is a member's that has joined
-    READY = auto()  # a mover has bound its memory, and its home knows it
+    READY = auto()  # a mover has bound its memory, maybe another one, and its home knows it
     ASLEEP = auto()  # nothing may read or write its memory any more
     VOID = auto()  # its worker claims another mapping of memory that it has not suspended
     GONE = auto()

@@ -202,7 +202,7 @@ class GrantClient:
             request=self._peer_requests.next_id(),
             grant=hold.grant_id,
             ref=hold.ref,
-            consumer=hold.consumer(),
+            consumer=hold.rank.consumer(),
             reads=tuple((rank, hold.remote.ranks[rank].binding.agent) for rank in hold.reads.sources),
             wait_s=wait_s,
             after_tokens=hold.after_tokens,
@@ -303,23 +303,11 @@ class GrantClient:
             return
         assert hold.reads is not None and hold.remote is not None and hold.granted is not None
         self._movers.load_plan(hold.rank.mover, hold.reads.plan)
-        for rank in hold.reads.sources:
-            binding = hold.remote.ranks[rank].binding
-            self._movers.load_remote(
-                hold.rank.mover,
-                hold.ref.endpoint,
-                binding.agent,
-                binding.metadata,
-                _host_word_address(binding),
-            )
-        granted = hold.granted
-        self._movers.load_remote(
-            hold.rank.mover,
-            hold.ref.endpoint,
-            granted.fence_agent,
-            granted.fence_metadata,
-            granted.fence_address,
-        )
+        granted, bindings = hold.granted, [hold.remote.ranks[rank].binding for rank in hold.reads.sources]
+        agents = [(binding.agent, binding.metadata, _host_word_address(binding)) for binding in bindings]
+        agents.append((granted.fence_agent, granted.fence_metadata, granted.fence_address))
+        for agent, metadata, word in agents:
+            self._movers.load_remote(hold.rank.mover, hold.ref.endpoint, agent, metadata, word)
 
     # --- renewal
 
@@ -407,7 +395,7 @@ class GrantClient:
             request=self._peer_requests.next_id(),
             grant=hold.grant_id,
             ref=hold.ref,
-            consumer=hold.consumer(),
+            consumer=hold.rank.consumer(),
             bytes=num_bytes,
         )
         timeout_s = self._context.settings.acknowledge_for_s

@@ -11,7 +11,7 @@ from kvxferd.ids import GrantId, GroupName, PullId
 from kvxferd.layout import BlocksByGroup
 from kvxferd.plan import PlannedReads
 from kvxferd.wire.common import Refusal, TransferRef
-from kvxferd.wire.peer import Consumer, GrantReply
+from kvxferd.wire.peer import GrantReply
 
 
 class GrantState(StrEnum):
@@ -85,11 +85,6 @@ class HeldGrant:
     after_tokens: int = -1  # of a progressive pull: the tokens that it has; -1: it wants all at once
     awaits_more: bool = False  # it is held, and more tokens were asked for
     more_refusal: Refusal | None = None  # why the source will have no more
-
-    def consumer(self) -> Consumer:
-        """Return the rank that reads, as the source counts it."""
-        spec = self.rank.spec
-        return Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
 
     def transition(self, trigger: GrantTrigger) -> None:
         """Move to the next state. A KeyError is a bug of the caller."""

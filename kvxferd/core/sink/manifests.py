@@ -9,7 +9,7 @@ from functools import partial
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
 from kvxferd.core.limits.ledger import Charge
-from kvxferd.core.limits.table import FETCHED_ENGINES, REMOTE_ENGINE_BYTES
+from kvxferd.core.limits.table import REMOTE_ENGINE_BYTES
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifests
@@ -56,28 +56,22 @@ class HandshakeClient:
         self._peer_requests = peer_requests
         self._layout_cache = layout_cache
         self._fetches: dict[tuple[Endpoint, EngineKey], EngineFetch] = {}
-        self._learning_share = context.ledger[FETCHED_ENGINES]
         self._learnt_bytes_share = context.ledger[REMOTE_ENGINE_BYTES]
         # An engine is acquired for the grant.
         self.on_learnt: Callable[[HeldGrant, RemoteEngine | Refusal], None] = lambda grant, outcome: None
 
     def learn_engine(self, grant: HeldGrant) -> None:
         """Fetch the manifest of a grant's engine; call `on_learnt` at once where it is known."""
-        endpoint, key, uid = grant.ref.endpoint, grant.ref.engine, grant.rank.uid
-        peer, fetch = self._peers.get(endpoint), self._fetches.get((endpoint, key))
-        if fetch is not None and fetch.peer is not peer:
-            fetch = None  # that peer was forgotten, and what was asked of it fails in a moment
+        key, fetch = grant.ref.engine, self._fetches.get((grant.ref.endpoint, grant.ref.engine))
         try:
-            if fetch is None and (peer is None or key not in peer.engines):
-                self._learning_share.check(uid, 1, f"learn engine {key}")
-            peer = self._peers.admit(endpoint, uid)
+            peer = self._peers.admit(grant.ref.endpoint, grant.rank.uid)
         except KvxferdError as error:
             self.on_learnt(grant, Refusal.of(error))
             return
         if key in peer.engines:
             self.on_learnt(grant, peer.engines[key].acquire())
             return
-        if fetch is not None:
+        if fetch is not None and fetch.peer is peer:  # else what was asked of a former one fails in a moment
             fetch.waiting[grant.grant_id] = grant
         else:
             self._fetch_engine(peer, key, {grant.grant_id: grant})
@@ -97,7 +91,6 @@ class HandshakeClient:
         longest = max(waiting.values(), key=lambda grant: grant.learn_by)
         fetch = EngineFetch(peer, key, longest.rank.uid, self._context.now, longest.learn_by, waiting)
         self._fetches[peer.endpoint, key] = fetch
-        self._learning_share.add(fetch.uid, 1)
         self._request_page(fetch)
 
     def _request_page(self, fetch: EngineFetch) -> None:
@@ -125,7 +118,6 @@ class HandshakeClient:
         except KvxferdError as error:
             outcome = Refusal.of(error)
         self._learnt_bytes_share.release(fetch.uid, fetch.num_bytes)
-        self._learning_share.release(fetch.uid)
         place = (fetch.peer.endpoint, fetch.key)
         if self._fetches.get(place) is fetch:
             del self._fetches[place]
@@ -227,7 +219,6 @@ class HandshakeClient:
     def charges(self, holds: Iterable[HeldGrant]) -> Iterator[Charge]:
         """Yield what is counted for the fetches, and for the engines that are known or that grants read."""
         for fetch in self._fetches.values():
-            yield FETCHED_ENGINES, fetch.uid, 1
             yield REMOTE_ENGINE_BYTES, fetch.uid, fetch.num_bytes
         engines = {engine for peer in self._peers for engine in peer.engines.values()}
         engines.update(hold.remote for hold in holds if hold.remote is not None)

@@ -62,8 +62,7 @@ from collections.abc import Iterator, Mapping
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToMover, SendToWorker
 from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
-from kvxferd.core.limits.checks import check_count
-from kvxferd.core.limits.ledger import Charge
+from kvxferd.core.limits.ledger import Charge, check_count
 from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES
 from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.rank import LocalRank

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.block_id_memory import check_num_ids, incarnation_bytes, request_bytes
-from kvxferd.core.limits.checks import check_count
+from kvxferd.core.limits.ledger import check_count
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.ranks.session import Session

@@ -9,9 +9,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
-from kvxferd.core.limits.checks import check_count
 from kvxferd.core.limits.ledger import Charge
-from kvxferd.core.limits.table import WAITING_BYTES, WAITING_REQUESTS
+from kvxferd.core.limits.table import WAITING_BYTES
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.source.transfer_table import TransferKey
 from kvxferd.core.tables import discard
@@ -35,7 +34,7 @@ WaitKey = EngineId | TransferKey | PollingOf
 RequestName = str | tuple[bytes, int]
 
 # What a request is counted for: itself, and each of its names beside the characters.
-_REQUEST_BYTES, _NAME_BYTES = 2048, 64
+_REQUEST_BYTES, _NAME_BYTES = 8192, 64
 
 
 def kept_bytes(*names: str) -> int:
@@ -78,16 +77,10 @@ class WaitingRequests:
         self._share = context.ledger[WAITING_BYTES]
         self._requests: dict[RequestName, WaitingRequest[Any]] = {}
         self._by_key: dict[WaitKey, dict[RequestName, None]] = {}
-        self._places = context.ledger[WAITING_REQUESTS]
         self._due: set[RequestName] = set()  # to be considered soon
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    @property
-    def most_of_peer(self) -> int:
-        """How many requests of the peer wait that has most."""
-        return max(self._places.by_owner.values(), default=0)
 
     def receive(self, request: WaitingRequest[M]) -> None:
         """Reply to a request, keep it, or refuse it where it has no room.
@@ -110,13 +103,9 @@ class WaitingRequests:
             return
         if known is not None:
             self.remove(known)
-        num, limit = self._places.held_by(request.peer_id), self._context.settings.limits.max_waiting_per_peer
-        check_count(num, limit, f"{request.wanted}: {num} requests wait", "limits.max_waiting_per_peer")
-        self._places.check(request.peer_id, 1, request.wanted)
         self._share.check(request.peer_id, request.num_bytes, request.wanted)
         request.received_at = request.sent_at = now
         self._requests[request.name] = request
-        self._places.add(request.peer_id, 1)
         self._share.add(request.peer_id, request.num_bytes)
         for key in request.waits_for:
             self._by_key.setdefault(key, {})[request.name] = None
@@ -125,7 +114,6 @@ class WaitingRequests:
     def charges(self) -> Iterator[Charge]:
         """Yield what the requests are counted for."""
         for request in self._requests.values():
-            yield WAITING_REQUESTS, request.peer_id, 1
             yield WAITING_BYTES, request.peer_id, request.num_bytes
 
     def get(self, name: RequestName) -> WaitingRequest[Any] | None:
@@ -156,7 +144,6 @@ class WaitingRequests:
         del self._requests[request.name]
         for key in request.waits_for:
             discard(self._by_key, key, request.name)
-        self._places.release(request.peer_id)
         self._share.release(request.peer_id, request.num_bytes)
         self._context.timers.cancel(("waits", request.name))
 

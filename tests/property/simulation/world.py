@@ -50,7 +50,7 @@ class Traits:
     drifts: bool = False  # each node's clock has another rate and another start
 
 
-LOW_LIMITS = LimitsConfig(max_pulls_per_rank=3, max_transfers_per_engine=3, max_waiting_per_peer=4)
+LOW_LIMITS = LimitsConfig(max_pulls_per_rank=3, max_transfers_per_engine=3)
 
 
 class Clock:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
-from kvxferd.core.limits.table import INFLIGHT_BYTES, RETRY_AFTER_S, RETRY_LATER_S
+from kvxferd.core.limits.table import INFLIGHT_BYTES, RETRY_AFTER_S, RETRY_LATER_S, WAITING_BYTES
+from kvxferd.core.source.waiting import kept_bytes
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused
+from tests.support.low_limits import lower
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, delivers, mover_of, spec_of
 
 
@@ -139,34 +140,33 @@ def test_a_peer_of_which_nothing_is_wanted_has_no_place_that_another_needs():
         assert sink.host.node.peers.endpoints() == {sources[number % 2].host.endpoint}
 
 
-@pytest.mark.parametrize(
-    "limits", [{"max_waiting_per_peer": 3}, {"max_waiting_per_peer": 3, "max_waiting": 3}]
-)
-def test_questions_that_wait_are_bounded_by_peer_and_in_all(limits):
-    world = world_of(**limits)
+def test_questions_that_wait_are_bounded_by_peer_and_in_all(monkeypatch):
+    lower(monkeypatch, WAITING_BYTES, 16 * kept_bytes("nobody", "g"))
+    world = World()
     host = world.host("p")
 
     def send_request(route: bytes, number: int):
         request = ManifestRequest(request=number, engine_id="nobody", generation="g", wait_s=5.0)
         return [e.message for e in host.node.feed(ev.PeerRequest(route, request), world.now)]
 
-    assert [send_request(b"loud", number) for number in range(3)] == [[]] * 3
-    (refused,) = send_request(b"loud", 3)
+    assert [send_request(b"loud", number) for number in range(14)] == [[]] * 14
+    (refused,) = send_request(b"loud", 14)
     assert isinstance(refused, PeerRefused)
-    assert (refused.request, refused.code, refused.retry_after_s) == (3, Code.BUSY, RETRY_AFTER_S)
+    assert (refused.request, refused.code, refused.retry_after_s) == (14, Code.BUSY, RETRY_AFTER_S)
     (still,) = send_request(b"loud", 0)  # asked again: the same question
     assert (still.request, still.why) == (
         0,
         f"no rank of it is registered at {host.endpoint}; check id and endpoint",
     )
-    assert bool(send_request(b"other", 0)) is ("max_waiting" in limits)
+    assert [bool(send_request(b"other", number)) for number in range(2)] == [False, True]
     world.advance(2)
     world.engine(host, "nobody", generation="g")
-    assert isinstance(send_request(b"loud", 9)[0], ManifestReply)
+    assert isinstance(send_request(b"loud", 99)[0], ManifestReply)
 
 
-def test_grants_that_wait_are_bounded_and_the_pull_is_told():
-    world = world_of(max_waiting_per_peer=2)
+def test_grants_that_wait_are_bounded_and_the_pull_is_told(monkeypatch):
+    lower(monkeypatch, WAITING_BYTES, 26_000)  # a peer has room for two
+    world = World()
     stages = world.engine(world.host("p"), "prefill", tp=2)
     sink = world.engine(world.host("d"), "decode")[0]
     refs = [stages[0].publish(f"t{n}", IDS, TOKENS) for n in range(3)]

@@ -91,10 +91,10 @@ def test_a_transfer_that_was_prepared_is_abandoned_whichever_trace_its_reference
     ref = pair.publish()
     pair.sink.say(wk.Prepare(ref=ref.with_trace(DECODE)))
     pair.world.settle()
-    assert len(list(pair.decode.node.prepared)) == 1
+    assert len(list(pair.decode.node.worker_requests.prepared())) == 1
     pair.sink.say(wk.Abandon(ref=ref.with_trace(PREFILL)))
     pair.world.settle()
-    assert not list(pair.decode.node.prepared)
+    assert not list(pair.decode.node.worker_requests.prepared())
     assert [release.why for release in pair.releases()] == ["abandoned"]
 
 

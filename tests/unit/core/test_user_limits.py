@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.config import LimitsConfig
-from kvxferd.core import Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.limits.table import ACKNOWLEDGED, EARLY_READY, WAITING_REQUESTS
+from kvxferd.core.limits.table import ACKNOWLEDGED, EARLY_READY, WAITING_BYTES
 from kvxferd.core.ranks import registration_checks
+from kvxferd.core.source.waiting import kept_bytes
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.wire import worker as wk
@@ -160,8 +159,10 @@ def test_a_resident_mover_that_nobody_wants_is_not_taken() -> None:
 # --- what peers have wait here
 
 
-def test_the_last_questions_that_may_wait_are_of_who_has_few() -> None:
-    world = World(settings=Settings(limits=LimitsConfig(max_waiting=32, max_waiting_per_peer=16)))
+def test_the_last_questions_that_may_wait_are_of_who_has_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = kept_bytes("later", "g")
+    lower(monkeypatch, WAITING_BYTES, 32 * size)
+    world = World()
     host = world.host("a")
 
     def is_refused(key: str, number: int) -> bool:
@@ -172,5 +173,9 @@ def test_the_last_questions_that_may_wait_are_of_who_has_few() -> None:
     for key in ("one", "two", "three"):
         for number in range(16):
             is_refused(key, number)
-    assert host.node.context.ledger[WAITING_REQUESTS].by_owner == {"one": 16, "two": 12, "three": 2}
+    assert host.node.context.ledger[WAITING_BYTES].by_owner == {
+        "one": 16 * size,
+        "two": 12 * size,
+        "three": 2 * size,
+    }
     assert not is_refused("quiet", 0)

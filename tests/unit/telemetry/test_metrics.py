@@ -12,7 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvxferd
-from kvxferd.core.limits.checks import BUSY_LIMITS, check_count
+from kvxferd.core.limits.ledger import check_count
+from kvxferd.core.limits.table import BUSY_LIMITS
 from kvxferd.errors import BusyError, Code
 from kvxferd.records import PHASES, RELEASE_REASONS, NodeSnapshot, ServedRecord
 from kvxferd.telemetry.gauges import engine_state, transport_class

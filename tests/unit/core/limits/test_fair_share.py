@@ -10,13 +10,13 @@ from kvxferd.core.limits.block_id_memory import ENTRY_BYTES
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.limits.ledger import Ledger
 from kvxferd.core.limits.rate_limit import RateLimiter
-from kvxferd.core.limits.table import ABANDONED_TRANSFERS, BLOCK_ID_BYTES, INFLIGHT_BYTES
+from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES, OPEN_REQUESTS
 from kvxferd.core.ranks.registration_checks import REGISTER_BURST, REGISTER_PER_S
 from kvxferd.errors import BusyError, Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
 from tests.support.low_limits import lower
-from tests.support.simulation import FIRST, IDS, SECOND, SINK_IDS, TOKENS, Worker, World, spec_of, two_users
+from tests.support.simulation import FIRST, IDS, SECOND, SINK_IDS, TOKENS, World, spec_of, two_users
 
 
 def test_the_last_eighth_is_for_those_who_hold_a_sixteenth_at_most() -> None:
@@ -60,24 +60,6 @@ def ref_to(endpoint: str, transfer: str = "t", engine: str = "prefill") -> Trans
     return TransferRef(f"tcp://{endpoint}:9441", engine, "g1", transfer, "n")
 
 
-def failed_of(worker: Worker, ticket: int) -> wk.TicketFailed | None:
-    found = worker.ended(ticket)
-    assert found is None or isinstance(found, wk.TicketFailed)
-    return found
-
-
-def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
-    world = World()
-    first, second = two_users(world)
-    first.host.node.handshake_client._learning_share.limit = 16
-    for n in range(14):
-        first.say(wk.Cancel(ticket=first.pull(ref_to("p", engine=f"e{n}"), SINK_IDS, TOKENS)))
-    failed = failed_of(first, first.pull(ref_to("p", engine="one-more"), SINK_IDS, TOKENS))
-    assert failed is not None
-    assert failed.code is Code.BUSY
-    assert failed_of(second, second.pull(ref_to("p", engine="other"), SINK_IDS, TOKENS)) is None
-
-
 def test_prepared_pulls_have_a_share_of_each_user(monkeypatch: pytest.MonkeyPatch) -> None:
     lower(monkeypatch, BLOCK_ID_BYTES, 16 * ENTRY_BYTES)
     world = World()
@@ -86,9 +68,9 @@ def test_prepared_pulls_have_a_share_of_each_user(monkeypatch: pytest.MonkeyPatc
     for n in range(20):
         first.say(wk.Prepare(ref=ref_to("p", f"t{n}")))
     kept = node.context.ledger[BLOCK_ID_BYTES]
-    assert (len(list(node.prepared)), kept.held_by(FIRST)) == (14, 14 * ENTRY_BYTES)
+    assert (len(list(node.worker_requests.prepared())), kept.held_by(FIRST)) == (14, 14 * ENTRY_BYTES)
     second.say(wk.Prepare(ref=ref_to("p")))
-    assert len(list(node.prepared)) == 15
+    assert len(list(node.worker_requests.prepared())) == 15
     first.close()
     assert kept.held_by(FIRST) == 0
 
@@ -124,26 +106,26 @@ def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() 
         sink.say(wk.Abandon(ref=ref))
     assert [m.why for m in source.received(wk.Released)] == [Code.ABANDONED] * 8
     assert sink.host.node.context.ledger[BLOCK_ID_BYTES].held == 0
-    assert not list(sink.host.node.prepared)
+    assert not list(sink.host.node.worker_requests.prepared())
 
 
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lower(monkeypatch, ABANDONED_TRANSFERS, 16)
+    lower(monkeypatch, OPEN_REQUESTS, 16)
     world = World()
     first, second = two_users(world)
     node = first.host.node
     for _ in range(3):
         first.say(wk.Abandon(ref=ref_to("p")))
-    assert node.context.ledger[ABANDONED_TRANSFERS].held == 1
+    assert node.context.ledger[OPEN_REQUESTS].held == 1
     for n in range(20):
         first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
-    assert node.context.ledger[ABANDONED_TRANSFERS].held_by(FIRST) == 14
+    assert node.context.ledger[OPEN_REQUESTS].held_by(FIRST) == 14
     second.say(wk.Abandon(ref=ref_to("p")))
-    assert node.context.ledger[ABANDONED_TRANSFERS].held_by(SECOND) == 1
+    assert node.context.ledger[OPEN_REQUESTS].held_by(SECOND) == 1
     world.advance(130.0)
-    assert node.context.ledger[ABANDONED_TRANSFERS].held == 0
+    assert node.context.ledger[OPEN_REQUESTS].held == 0
     assert not node.sessions[first.session].abandoning
 
 

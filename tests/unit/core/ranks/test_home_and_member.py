@@ -217,7 +217,7 @@ def test_a_member_that_expired_while_it_polled_is_asked_anew(world, spread):
     assert mover.attended
     home = stages[0].host.node.home
     (record,) = home._members.values()
-    home._member_expired(record)
+    home._forget([record])
     world.feed(
         stages[0].host, ev.PeerRequest(record.route, late_join(record, stages[1].host), key=record.key)
     )

@@ -10,7 +10,7 @@ import pytest
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.limits.table import ARRIVING_ID_BYTES
-from kvxferd.core.sink.prepared import MAX_PREPARED
+from kvxferd.core.worker_requests import MAX_PREPARED
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, EngineKey, MoverId
 from kvxferd.layout import PackedBlocks
@@ -349,7 +349,7 @@ def test_there_is_an_end_to_what_one_session_may_prepare(world):
     world.hold_network = True
     for number in range(MAX_PREPARED + 10):
         sink.say(wk.Prepare(ref=msgspec.structs.replace(ref, transfer_id=f"t{number}")))
-    assert len(list(sink.host.node.prepared)) == MAX_PREPARED
+    assert len(list(sink.host.node.worker_requests.prepared())) == MAX_PREPARED
 
 
 def test_a_fence_slot_holds_one_transfer_at_a_time(world):

@@ -274,7 +274,7 @@ def test_a_manifest_that_comes_after_its_grant_has_ended_is_charged_to_nobody(wo
     (source,), (sink,) = world.engine(world.host("p"), "prefill"), world.engine(world.host("d"), "decode")
     node, ref = sink.host.node, source.publish("t1", IDS, TOKENS)
     sink.say(wk.Prepare(ref=ref))
-    (hold,) = node.prepared
+    (hold,) = node.worker_requests.prepared()
     sink.say(wk.Abandon(ref=ref))
     client = node.handshake_client
     client.on_learnt(hold, client.find_engine("prefill").acquire())

@@ -101,7 +101,7 @@ def test_the_engines_own_change_is_looked_at(looked_at: list[object], waiting: t
     kept = source.host.node.waiting
     assert not len(kept)
     assert not kept._by_key
-    assert not kept.most_of_peer
+    assert not kept._share.held
 
 
 def test_what_many_wait_for_is_looked_at_in_turns(
@@ -258,4 +258,4 @@ def test_an_engine_that_has_an_agents_name_is_not_taken_for_it() -> None:
     waiting.receive(request)
     assert not waiting.poll(request, frozenset([AgentName("x")]))
     waiting.remove(request)
-    assert (len(waiting), waiting.most_of_peer, waiting._by_key) == (0, 0, {})
+    assert (len(waiting), waiting._share.held, waiting._by_key) == (0, 0, {})
