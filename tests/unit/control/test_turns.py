@@ -1,4 +1,4 @@
-"""One queue serves threads, turns of the loop and lookups: the order and the fairness are tested here."""
+"""One queue serves threads and turns of the loop: the order and the fairness are tested here."""
 
 from __future__ import annotations
 
@@ -37,18 +37,6 @@ def test_users_take_turns_and_each_users_items_stay_in_order(users: list[str]) -
     assert not any(left.values())
     with pytest.raises(KeyError):
         queue.get()
-
-
-def test_a_user_who_may_not_have_a_turn_is_passed_over() -> None:
-    queue: FairQueue[str, int] = FairQueue()
-    for number, user in enumerate("aab"):
-        queue.put(user, number)
-    assert queue.next_user(lambda user: user != "a") == "b"
-    assert queue.get_of("a") == 0
-    assert queue.next_user(lambda user: True) == "b"
-    assert queue.next_user(lambda user: False) is None
-    queue.clear()
-    assert not queue
 
 
 # --- one thread for slow work, in which nobody's work waits for all of another's
