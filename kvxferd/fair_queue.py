@@ -25,13 +25,15 @@ class FairQueue(Generic[U, T]):
 
     def get(self) -> T:
         """Remove the first item of the user whose turn it is. A KeyError: it is empty."""
-        if not self._queues:
-            raise KeyError("the queue is empty")
+        return self.get_with_user()[1]
+
+    def get_with_user(self) -> tuple[U, T]:
+        """Remove the first item of the user whose turn it is, and return both. A KeyError: it is empty."""
         user, items = self._queues.popitem(last=False)
         item = items.popleft()
         if items:
             self._queues[user] = items  # behind all others
-        return item
+        return user, item
 
     def clear(self) -> None:
         """Drop all items."""
