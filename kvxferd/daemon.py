@@ -32,6 +32,7 @@ from kvxferd.control.node_admin import NodeAdmin, ReloadResult
 from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.control.peer_admission import PeerAdmission
 from kvxferd.control.peer_socket import PeerSocket
+from kvxferd.control.turns import Turns
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.effects import Effect
@@ -112,9 +113,9 @@ class Daemon:
         self._recorders = Recorders(History(boot=self._boot), self._metrics, Samples(self._read_gauges))
         self._planning = FairThread("plans")
         self._timer_watch = TimerWatch(self._metrics.record_late_timer, on_lag=self._on_tick)
-        limits = config.limits
+        limits, turns = config.limits, Turns()
         self._worker_socket = WorkerSocket(
-            config.worker, self._on_event, limits.max_sessions, max_memory_fds_of(limits)
+            config.worker, self._on_event, limits.max_sessions, max_memory_fds_of(limits), turns
         )
         self._peer_admission = PeerAdmission(
             config.peer,
@@ -127,6 +128,7 @@ class Daemon:
             lambda: self._node,
             self._peer_admission.allowlist,
             self._peer_admission.key,
+            turns=turns,
         )
 
     # --- start and stop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 U = TypeVar("U", bound=Hashable)
@@ -25,21 +25,15 @@ class FairQueue(Generic[U, T]):
 
     def get(self) -> T:
         """Remove the first item of the user whose turn it is. A KeyError: it is empty."""
-        if not self._queues:
-            raise KeyError("the queue is empty")
-        return self.get_of(next(iter(self._queues)))
+        return self.get_with_user()[1]
 
-    def get_of(self, user: U) -> T:
-        """Remove the user's first item, and put the user behind all others. A KeyError: there is none."""
-        items = self._queues.pop(user)
+    def get_with_user(self) -> tuple[U, T]:
+        """Remove the first item of the user whose turn it is, and return both. A KeyError: it is empty."""
+        user, items = self._queues.popitem(last=False)
         item = items.popleft()
         if items:
-            self._queues[user] = items
-        return item
-
-    def next_user(self, may_have_turn: Callable[[U], bool]) -> U | None:
-        """Return the first user in turn for whom `may_have_turn` holds; None: there is no such user."""
-        return next((user for user in self._queues if may_have_turn(user)), None)
+            self._queues[user] = items  # behind all others
+        return user, item
 
     def clear(self) -> None:
         """Drop all items."""

@@ -209,6 +209,26 @@ class FrameSocket:
                 close_fds(frame.fds)
         return None if frames is None else len(frames)
 
+    def handle_some(
+        self, handle: Callable[[Frame], None], max_frames: int, is_over: Callable[[], bool]
+    ) -> int | None:
+        """Read once, and call `handle` for one frame after the other, until `is_over`; None at the end.
+
+        Return how many there were; `has_buffered_frames`: there are others, of which bytes are kept here and
+        the rest in the kernel, where it counts against the sender. `handle` owns the descriptors of its
+        frame. Raises ProtocolError, and what `handle` raises.
+        """
+        num_handled = 0
+        while True:
+            frames = self.receive(max_reads=1, max_frames=1)
+            if frames is None:
+                return None
+            for frame in frames:
+                handle(frame)
+            num_handled += len(frames)
+            if not self.has_buffered_frames or num_handled >= max_frames or is_over():
+                return num_handled
+
     def _read_once(self, frames: list[Frame], max_frames: int) -> bool:
         """Add the frames that one read completes; return whether there may be more to read."""
         try:

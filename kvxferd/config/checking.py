@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-
-from kvxferd.config.loading import SETTINGS, convert_value, find_setting, read_file, unknown_table
-from kvxferd.config.schema import Config
+from kvxferd.config.loading import SETTINGS, ReadSettings, read_file, read_settings
 from kvxferd.errors import ConfigError
 
 # Lines are found by parsing every beginning of the file: quadratic, and 0.2 s for one of 200 lines.
@@ -36,53 +32,32 @@ def find_problems(path: Path) -> list[ConfigProblem]:
 
     Contradictions between settings are looked for once each value by itself is valid, and one is returned.
     """
-    text = read_file(path)
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        position = _TOML_POSITION.search(str(error))
-        line = int(position[1]) if position else 0
-        return [ConfigProblem("", line, f"cannot read the configuration {path}: it is not TOML: {error}")]
-    values: dict[str, dict[str, Any]] = {}
-    found = dict(_bad_keys(document, str(path), values))
-    if not found:
-        found = _contradiction(values)
+    read = read_settings(path, {}, {})
+    found = read.problems or _contradiction(read)
     if not found:
         return []
-    lines = _lines_of_keys(text)
-    problems = [ConfigProblem(key, lines.get(key, 0), message) for key, message in found.items()]
+    lines = _lines_of_keys(read_file(path))
+    problems = [
+        ConfigProblem(key, lines.get(key, 0) if key else _line_in(message), message) for key, message in found
+    ]
     return sorted(problems, key=lambda problem: problem.line)
 
 
-def _bad_keys(
-    document: Mapping[str, Any], source: str, values: dict[str, dict[str, Any]]
-) -> Iterator[tuple[str, str]]:
-    """Yield each bad key or table with its sentence, and keep the values of the good ones."""
-    sections = {setting.section for setting in SETTINGS.values()}
-    for section, table in document.items():
-        if section not in sections or not isinstance(table, dict):
-            yield section, unknown_table(section, source).message
-            continue
-        for field, value in table.items():
-            key = f"{section}.{field}"
-            try:
-                setting = find_setting(key, source)
-                converted = convert_value(setting, value, source, setting.expected)
-            except ConfigError as error:
-                yield key, error.message
-            else:
-                values.setdefault(section, {})[field] = converted
+def _line_in(message: str) -> int:
+    """Return the line that an error of the TOML parser names; 0: none."""
+    position = _TOML_POSITION.search(message)
+    return int(position[1]) if position else 0
 
 
-def _contradiction(values: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _contradiction(read: ReadSettings) -> list[tuple[str, str]]:
     """Return the first setting that contradicts another, with the sentence."""
     try:
-        Config(**{f.name: f.type(**values.get(f.name, {})) for f in msgspec.structs.fields(Config)})
+        read.config()
     except ConfigError as error:
         named = [key for key in _KEY.findall(error.message) if key in SETTINGS]
-        given = [key for key in named if key.partition(".")[2] in values.get(key.partition(".")[0], {})]
-        return {(given or named or [""])[0]: error.message}
-    return {}
+        given = [key for key in named if key in read.sources]
+        return [((given or named or [""])[0], error.message)]
+    return []
 
 
 def _lines_of_keys(text: str) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
@@ -87,6 +87,46 @@ class LoadedConfig(NamedTuple):
     sources: Mapping[str, str] = MappingProxyType({})  # by key, of those that are given: a path, a variable
 
 
+class ReadSettings:
+    """What the sources give, later ones over earlier ones, and what is wrong with it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, dict[str, Any]] = {}  # by section and field, each of its setting's type
+        self.sources: dict[str, str] = {}
+        self.problems: list[tuple[str, str]] = []  # a key, a table or "", and a sentence
+
+    def add(self, key: str, value: Any, source: str, *, is_text: bool = False) -> None:
+        """Take over a setting. `is_text`: the value is as variables and flags have it, not as TOML has it."""
+        try:
+            setting = _find_setting(key, source)
+            expected = setting.expected_as_text if is_text else setting.expected
+            given = _parse_text(setting, value, source) if is_text else value
+            converted = _convert_value(setting, given, source, expected)
+        except ConfigError as error:
+            self.problems.append((key, error.message))
+        else:
+            self.values.setdefault(setting.section, {})[setting.field] = converted
+            self.sources[key] = source
+
+    def config(self) -> Config:
+        """Return the configuration. Raises ConfigError where settings contradict each other."""
+        sections = msgspec.structs.fields(Config)
+        return Config(
+            **{section.name: section.type(**self.values.get(section.name, {})) for section in sections}
+        )
+
+
+def read_settings(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> ReadSettings:
+    """Return what file, environment and flags give. Raises ConfigError if the file cannot be read."""
+    found = ReadSettings()
+    if path is not None:
+        _add_file(path, found)
+    _add_environment(environ, found)
+    for key, text in flags.items():
+        found.add(key, text, f"flag {flag_name(key)}", is_text=True)
+    return found
+
+
 def load_config(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> Config:
     """Return the configuration as `load_with_sources` does."""
     return load_with_sources(path, environ, flags).config
@@ -99,26 +139,14 @@ def load_with_sources(
 
     The keys of `flags` have the form ``transfer.lease_s``. Raises ConfigError, which names every bad key.
     """
-    values: dict[str, dict[str, Any]] = {}
-    sources: dict[str, str] = {}
-    problems: list[ConfigError] = []
-    given = [*_from_file(path, problems)] if path is not None else []
-    num_from_file = len(given)
-    given += _from_environment(environ, problems)
-    given += _from_flags(flags, problems)
-    for number, (key, value, source) in enumerate(given):
-        try:
-            setting = find_setting(key, source)
-            expected = setting.expected if number < num_from_file else setting.expected_as_text
-            converted = convert_value(setting, value, source, expected)
-        except ConfigError as error:
-            problems.append(error)
-        else:
-            values.setdefault(setting.section, {})[setting.field] = converted
-            sources[key] = source
-    _raise_all(problems)
-    sections = {f.name: f.type(**values.get(f.name, {})) for f in msgspec.structs.fields(Config)}
-    return LoadedConfig(Config(**sections), sources)
+    found = read_settings(path, environ, flags)
+    if len(found.problems) == 1:
+        raise ConfigError(found.problems[0][1])
+    if found.problems:
+        # A person who mends a configuration wants to see every reason.
+        listed = "".join(f"\n  {message}" for _, message in found.problems)
+        raise ConfigError(f"cannot use the configuration, for {len(found.problems)} reasons:{listed}")
+    return LoadedConfig(found.config(), found.sources)
 
 
 def settings_in_effect(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
@@ -156,69 +184,39 @@ def read_file(path: Path) -> str:
         raise ConfigError(f"cannot read the configuration {path}: it is not TOML: {error}") from error
 
 
-def unknown_table(name: str, source: str) -> ConfigError:
-    """Return the error for a table, or a key outside of tables, that is no section of the configuration."""
-    sections = {key.partition(".")[0] for key in SETTINGS}
-    return ConfigError(f"cannot use {name} of {source}: the tables there are {', '.join(sorted(sections))}")
-
-
-def _raise_all(problems: Sequence[ConfigError]) -> None:
-    """Raise one error for all of them: a person who mends a configuration wants to see every reason."""
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        listed = "".join(f"\n  {problem.message}" for problem in problems)
-        raise ConfigError(f"cannot use the configuration, for {len(problems)} reasons:{listed}")
-
-
-def _from_file(path: Path, problems: list[ConfigError]) -> Iterator[tuple[str, Any, str]]:
-    """Yield the keys of a file; tables that there are not are problems."""
+def _add_file(path: Path, found: ReadSettings) -> None:
     text = read_file(path)
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cannot read the configuration {path}: it is not TOML: {error}") from error
-    sections = {key.partition(".")[0] for key in SETTINGS}
+        found.problems.append(("", f"cannot read the configuration {path}: it is not TOML: {error}"))
+        return
+    sections = {setting.section for setting in SETTINGS.values()}
     for section, table in document.items():
         if section not in sections or not isinstance(table, dict):
-            problems.append(unknown_table(section, str(path)))
+            listed = ", ".join(sorted(sections))
+            found.problems.append((section, f"cannot use {section} of {path}: the tables there are {listed}"))
             continue
         for field, value in table.items():
-            yield f"{section}.{field}", value, str(path)
+            found.add(f"{section}.{field}", value, str(path))
 
 
-def _from_environment(
-    environ: Mapping[str, str], problems: list[ConfigError]
-) -> Iterator[tuple[str, Any, str]]:
+def _add_environment(environ: Mapping[str, str], found: ReadSettings) -> None:
     keys = {setting.variable: setting.key for setting in SETTINGS.values()}
     for name, text in sorted(environ.items()):
         if not name.startswith(ENVIRONMENT_PREFIX) or name == CONFIG_PATH_VARIABLE:
             continue
         if name in keys:
-            yield from _parsed(keys[name], text, name, problems)
+            found.add(keys[name], text, name, is_text=True)
         elif not _SERVICE_LINK.fullmatch(name):
-            problems.append(
-                ConfigError(
-                    f"cannot use {name} from the environment: no setting has that name; "
-                    f"names are {ENVIRONMENT_PREFIX}SECTION_KEY, such as KVXFERD_TRANSFER_LEASE_S"
-                )
+            problem = (
+                f"cannot use {name} from the environment: no setting has that name; "
+                f"names are {ENVIRONMENT_PREFIX}SECTION_KEY, such as KVXFERD_TRANSFER_LEASE_S"
             )
+            found.problems.append((name, problem))
 
 
-def _from_flags(flags: Mapping[str, str], problems: list[ConfigError]) -> Iterator[tuple[str, Any, str]]:
-    for key, text in flags.items():
-        yield from _parsed(key, text, f"flag {flag_name(key)}", problems)
-
-
-def _parsed(key: str, text: str, source: str, problems: list[ConfigError]) -> Iterator[tuple[str, Any, str]]:
-    """Yield the key with its value, unless that is a problem."""
-    try:
-        yield key, _parse_text(key, text, source), source
-    except ConfigError as error:
-        problems.append(error)
-
-
-def find_setting(key: str, source: str) -> Setting:
+def _find_setting(key: str, source: str) -> Setting:
     """Return the setting of that key. Raises ConfigError, which lists the section's keys."""
     if key in SETTINGS:
         return SETTINGS[key]
@@ -229,9 +227,8 @@ def find_setting(key: str, source: str) -> Setting:
     )
 
 
-def _parse_text(key: str, text: str, source: str) -> Any:
+def _parse_text(setting: Setting, text: str, source: str) -> Any:
     """Return the text of a variable or flag as the value that a TOML file would hold."""
-    setting = find_setting(key, source)
     try:
         if setting.type is FileMode:
             return int(text, 8)  # "660", "0660" and "0o660" alike
@@ -249,7 +246,7 @@ def _parse_text(key: str, text: str, source: str) -> Any:
         raise _invalid_value(setting, text, source, setting.expected_as_text) from error
 
 
-def convert_value(setting: Setting, value: Any, source: str, expected: str) -> Any:
+def _convert_value(setting: Setting, value: Any, source: str, expected: str) -> Any:
     """Return the value as the setting's type. Raises ConfigError with key, source and a valid form."""
     try:
         return msgspec.convert(value, setting.type)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import zmq
 
+from kvxferd.control.turns import Turns
 from kvxferd.control.watched_socket import WatchedSocket
 
 # CONNECT_RETRIED: the connection was refused, or lost at once.
@@ -35,8 +36,9 @@ class ConnectionReport(NamedTuple):
 class ConnectionReports:
     """One monitor for each socket that is followed, until libzmq has closed that socket."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], turns: Turns) -> None:
         self._context = context
+        self._turns = turns
         self._monitors: dict[zmq.Socket[bytes], WatchedSocket] = {}
         self._num_followed = 0
 
@@ -55,7 +57,9 @@ class ConnectionReports:
         except zmq.ZMQError:
             monitor.close(linger=0)
             raise
-        self._monitors[monitor] = WatchedSocket(monitor, partial(self._on_event, monitor, on_report))
+        self._monitors[monitor] = WatchedSocket(
+            monitor, self._turns, partial(self._on_event, monitor, on_report)
+        )
 
     def read_rest(self) -> None:
         """Read until libzmq has closed each socket that was followed: it waits where nobody reads."""

@@ -21,6 +21,7 @@ from kvxferd.control.connection_shutdown import shut_accepted_connections
 from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.control.peer_inbox import EarlyChecks, PeerInbox, Sender
 from kvxferd.control.resolver import Resolver, is_numeric
+from kvxferd.control.turns import Turns
 from kvxferd.control.unread_replies import MAX_SHORT_REPLIES, MIN_TRACKED_BYTES, UnreadReplies
 from kvxferd.control.watched_socket import WatchedSocket
 from kvxferd.control.zap import ZapAuthenticator
@@ -72,7 +73,9 @@ class PeerSocket:
         allowlist: PeerAllowlist | None = None,
         key: CurveKeyPair | None = None,
         resolver: Resolver | None = None,
+        turns: Turns | None = None,
     ) -> None:
+        """`turns`: shared with the workers' socket; None: its own."""
         self._bind = bind
         self._on_event = on_event
         self._allowlist = allowlist or PeerAllowlist()
@@ -88,9 +91,10 @@ class PeerSocket:
         self._inbox = PeerInbox(checks, on_event, self.reply, self._is_admitted)
         self._unread_replies = UnreadReplies()
         self._resolver = resolver or Resolver()
+        self._turns = turns or Turns()
         self._resolving: dict[Endpoint, list[Message]] = {}
         self._dealers: dict[Endpoint, WatchedSocket] = {}
-        self._reports = ConnectionReports(self._context)
+        self._reports = ConnectionReports(self._context, self._turns)
         self.bound_endpoint = ""  # with the real port
 
     def start(self) -> None:
@@ -134,7 +138,9 @@ class PeerSocket:
         self.bound_endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
         guard.set_port(int(self.bound_endpoint.rpartition(":")[2]))
         self._guard = guard
-        self._router = WatchedSocket(router, self._on_request, has_routes=True, on_empty=guard.queue_is_empty)
+        self._router = WatchedSocket(
+            router, self._turns, self._on_request, has_routes=True, on_empty=guard.queue_is_empty
+        )
 
     def _read_requests_in(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
         """Return what has requests read that wait, from any thread."""
@@ -154,7 +160,7 @@ class PeerSocket:
         self._authenticator = ZapAuthenticator(self._allowlist, self.turned_away.record)
         zap_socket = self._context.socket(zmq.ROUTER)
         zap_socket.bind(zap.ENDPOINT)
-        self._zap_socket = WatchedSocket(zap_socket, self._on_zap_request, has_routes=True)
+        self._zap_socket = WatchedSocket(zap_socket, self._turns, self._on_zap_request, has_routes=True)
 
     def _on_zap_request(self, route: bytes, parts: list[zmq.Frame]) -> None:
         assert self._zap_socket is not None and self._authenticator is not None
@@ -358,7 +364,7 @@ class PeerSocket:
             log.warning("peer not connected", limit_by=endpoint, endpoint=endpoint, reason=error.strerror)
             dealer.close(linger=0)
             return None
-        watched = WatchedSocket(dealer, partial(self._on_reply, endpoint))
+        watched = WatchedSocket(dealer, self._turns, partial(self._on_reply, endpoint))
         self._dealers[endpoint] = watched
         return watched
 

@@ -11,26 +11,25 @@ import asyncio
 import ipaddress
 import socket
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import structlog
 
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.limits.fair_share import FairShare
-from kvxferd.fair_queue import FairQueue
 
 log = structlog.get_logger()
 
 # An answer takes milliseconds; the C library sends a lost query again after 5 s.
 GIVE_UP_S = 6.0
 # Running queries, including those that no caller waits for any more. A query without an answer takes 10 to
-# 30 s, a thread 50 KiB: a client that names such a host each second has at most 30 of them.
+# 30 s, a thread 50 KiB. A user whose names have no answers delays its own names alone.
 MAX_QUERIES = 64
-# Names that wait for a query of their user to end: twice as many as there can be peers (`limits.max_peers`).
-MAX_QUEUED = 1024
+MAX_QUERIES_OF_USER = 16
+# Names whose query runs or waits: twice as many as there can be peers (`limits.max_peers`).
+MAX_NAMES = 1024
 # The last known address of a name, used if its server does not answer: 512 peers and their former names.
 MAX_CACHED = 4096
 
@@ -55,137 +54,103 @@ def is_numeric(host: str) -> bool:
     return True
 
 
-@dataclass(slots=True)
-class _Query:
-    """A name whose lookup runs or is queued, with its callbacks."""
-
-    uid: int = NO_USER  # the user whose share it counts in, once it runs
-    is_running: bool = False
-    queued_uids: set[int] = field(default_factory=set)  # users in whose queues it is
-    callbacks: list[OnAddress] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
-
-
 class Resolver:
-    """Runs at most one lookup of a name at a time. Call every method on the loop's thread.
-
-    Each user has a share of the running queries and a queue of its own; queues take turns.
-    """
+    """Runs at most one lookup of a name of each user at a time. Call every method on the loop's thread."""
 
     def __init__(self, lookup: Lookup = system_lookup, give_up_s: float = GIVE_UP_S) -> None:
         self._lookup = lookup
         self._give_up_s = give_up_s
-        self._queries: dict[str, _Query] = {}
-        self._running = FairShare(MAX_QUERIES)
-        self._num_queued = FairShare(MAX_QUEUED)
-        self._queued: FairQueue[int, str] = FairQueue()
+        self._queries: dict[tuple[int, str], asyncio.Task[tuple[str, str]]] = {}  # by user and name
+        self._running: set[tuple[int, str]] = set()  # those that have a thread
+        self._names = FairShare(MAX_NAMES)  # how many queries each user has
+        self._slots = asyncio.Semaphore(MAX_QUERIES)
+        self._slots_of = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(MAX_QUERIES_OF_USER))
         self._last_addresses: OrderedDict[str, str] = OrderedDict()
-        self._stopped = False
+        self._callers: set[asyncio.Task[None]] = set()
 
     def resolve(self, host: str, on_address: OnAddress, uid: int = NO_USER) -> None:
         """Call `on_address` with a numeric address of the host, or with "" and the reason; never at once."""
-        loop = asyncio.get_running_loop()
-        query = self._queries.get(host)
-        if query is None or not (query.is_running or uid in query.queued_uids):
-            # Even if it is in another user's queue: that one may be long.
-            if not self._num_queued.acquire(uid):
-                reason = (
-                    f"{self._num_queued.held} names wait for their name servers, "
-                    f"{self._num_queued.held_by(uid)} of them for uid {uid}; give a numeric address"
-                )
-                loop.call_soon(self._call_back, host, [on_address], "", reason)
-                return
-            query = self._queries.setdefault(host, _Query())
-            query.queued_uids.add(uid)
-            self._queued.put(uid, host)
-        query.callbacks.append(on_address)
-        if query.timer is None:
-            query.timer = loop.call_later(self._give_up_s, self._give_up, host, query)
-        self._start_queued(loop)
-
-    def _start_queued(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start queued lookups while there is room, a name of each user in turn."""
-        while not self._stopped:
-            uid = self._queued.next_user(self._running.has_room)
-            if uid is None:
-                return
-            host = self._dequeue(uid)
-            query = self._queries.get(host)
-            if query is None or query.is_running:
-                continue  # started in another user's turn, or no caller waits any more
-            query.is_running, query.uid = True, uid
-            self._running.add(uid, 1)
-            if reason := self._start(loop, host):
-                loop.call_soon(self._on_looked_up, host, "", reason)
-
-    def _dequeue(self, uid: int) -> str:
-        """Remove the first of that user's names."""
-        host = self._queued.get_of(uid)
-        self._num_queued.release(uid)
-        if query := self._queries.get(host):
-            query.queued_uids.discard(uid)
-        return host
-
-    def _start(self, loop: asyncio.AbstractEventLoop, host: str) -> str:
-        """Start a thread that calls `_on_looked_up` once; or return why there is none."""
-        try:
-            threading.Thread(target=self._look_up, args=(loop, host), name="resolve", daemon=True).start()
-        except RuntimeError as error:  # the system has no thread: a limit of processes or of memory
-            why = f"{error}; raise the limit of tasks, or give a numeric address"
-            return f"cannot resolve host name {host!r}: {why}"
-        return ""
+        caller = asyncio.get_running_loop().create_task(self._resolve(host, on_address, uid))
+        self._callers.add(caller)
+        caller.add_done_callback(self._callers.discard)
 
     def close(self) -> None:
         """Make no more callbacks. Threads end by themselves."""
-        self._stopped = True
-        for query in self._queries.values():
-            if query.timer is not None:
-                query.timer.cancel()
+        for task in (*self._callers, *self._queries.values()):
+            task.cancel()
 
-    def _look_up(self, loop: asyncio.AbstractEventLoop, host: str) -> None:
-        """Look the name up, on the query's thread."""
-        address, reason = "", f"host name {host!r} has no address"
+    async def _resolve(self, host: str, on_address: OnAddress, uid: int) -> None:
+        address, reason = await self._wait(host, uid)
+        address = address or self._last_addresses.get(host, "")
         try:
-            address = next(iter(self._lookup(host)), "")
-        except Exception as error:  # any error: a query without a result would stay for ever
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            reason = f"cannot resolve host name {host!r}: {why}; check the name and its server"
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._on_looked_up, host, address, reason)
+            on_address(address, "" if address else reason)
+        except Exception:  # reported here: nothing waits for this task
+            log.exception("resolver callback failed", limit_by=host, host=host)
 
-    def _on_looked_up(self, host: str, address: str, reason: str) -> None:
-        query = self._queries.pop(host)
-        self._running.release(query.uid)
-        if query.timer is not None:
-            query.timer.cancel()
+    async def _wait(self, host: str, uid: int) -> tuple[str, str]:
+        """Return an address, or "" and the reason, within `give_up_s`. A running query outlives the wait."""
+        query = self._queries.get((uid, host))
+        if query is None:
+            if not self._names.acquire(uid):
+                return "", (
+                    f"{self._names.held} names wait for their name servers, "
+                    f"{self._names.held_by(uid)} of them for uid {uid}; give a numeric address"
+                )
+            query = self._queries[uid, host] = asyncio.create_task(self._query(host, uid))
+        await asyncio.wait([query], timeout=self._give_up_s)
+        if query.done() and not query.cancelled():
+            return query.result()
+        if (uid, host) in self._running:
+            return "", f"no name server answered for host name {host!r} within {self._give_up_s:g} s"
+        query.cancel()
+        return "", (
+            f"cannot look up host name {host!r}: {len(self._running)} others wait for their name "
+            f"servers, and none has answered within {self._give_up_s:g} s; give a numeric address"
+        )
+
+    async def _query(self, host: str, uid: int) -> tuple[str, str]:
+        """Look the name up once there is room for the user's thread."""
+        key = uid, host
+        try:
+            async with self._slots_of[uid], self._slots:
+                self._running.add(key)
+                address, reason = await self._look_up_in_thread(host)
+        finally:
+            self._running.discard(key)
+            del self._queries[key]
+            self._names.release(uid)
         if address:
             self._last_addresses.pop(host, None)
             self._last_addresses[host] = address
             if len(self._last_addresses) > MAX_CACHED:
                 self._last_addresses.popitem(last=False)
-        self._call_back(host, query.callbacks, address, reason)
-        self._start_queued(asyncio.get_running_loop())
+        return address, reason
 
-    def _give_up(self, host: str, query: _Query) -> None:
-        """End the callers' wait. A running query still counts, since its thread still exists."""
-        query.timer = None
-        if not query.is_running:
-            del self._queries[host]  # `_start_queued` skips its name
-        waiting, query.callbacks = query.callbacks, []
-        reason = f"no name server answered for host name {host!r} within {self._give_up_s:g} s"
-        if not query.is_running:
-            reason = (
-                f"cannot look up host name {host!r}: {self._running.held} others wait for their name "
-                f"servers, and none has answered within {self._give_up_s:g} s; give a numeric address"
-            )
-        self._call_back(host, waiting, "", reason)
+    async def _look_up_in_thread(self, host: str) -> tuple[str, str]:
+        """Return an address, or "" and the reason. The thread keeps no exit waiting, unlike an executor's."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[tuple[str, str]] = loop.create_future()
 
-    def _call_back(self, host: str, callbacks: list[OnAddress], address: str, reason: str) -> None:
-        if self._stopped:
-            return
-        address = address or self._last_addresses.get(host, "")
-        for on_address in callbacks:
-            try:
-                on_address(address, "" if address else reason)
-            except Exception:  # the other callbacks must still run
-                log.exception("resolver callback failed", limit_by=host, host=host)
+        def set_found(outcome: tuple[str, str]) -> None:
+            if not found.done():  # else the resolver was closed
+                found.set_result(outcome)
+
+        def look_up() -> None:
+            outcome = self._look_up(host)
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(set_found, outcome)
+
+        try:
+            threading.Thread(target=look_up, name="resolve", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread: a limit of processes or of memory
+            why = f"{error}; raise the limit of tasks, or give a numeric address"
+            return "", f"cannot resolve host name {host!r}: {why}"
+        return await found
+
+    def _look_up(self, host: str) -> tuple[str, str]:
+        try:
+            address = next(iter(self._lookup(host)), "")
+        except Exception as error:  # any error: a query without a result would stay for ever
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            return "", f"cannot resolve host name {host!r}: {why}; check the name and its server"
+        return address, "" if address else f"host name {host!r} has no address"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import structlog
 import zmq
 
+from kvxferd.control.turns import MESSAGES_PER_TURN, PEERS, Turns
+
 log = structlog.get_logger()
 
-# Then the loop's other sockets have their turn. One message takes a few ms at most (`wire/outlines.py`).
-MESSAGES_PER_TURN, TURN_S = 64, 0.01
 # A request of ZAP has 9 to 11 parts, every other message one. More are read in turns of 3 ms, and dropped.
 MAX_PARTS, PARTS_PER_TURN = 16, 1000
 # Plain integers: `value & zmq.POLLIN` takes 1.8 us, these 0.1 us. `recv_multipart` uses the enums too, and
@@ -30,17 +29,19 @@ class WatchedSocket:
     def __init__(
         self,
         socket: zmq.Socket[bytes],
+        turns: Turns,
         on_message: Callable[[bytes, list[zmq.Frame]], None],
         *,
         has_routes: bool = False,
         on_empty: Callable[[], None] | None = None,
     ) -> None:
         self.socket = socket
+        self._turns = turns
         self.on_message = on_message
         self._has_routes = has_routes
         self._on_empty = on_empty
         self._is_skipping = False  # the rest of a message of too many parts is being read
-        self._is_due = False  # `_read_ready` runs, or is scheduled for the loop's next turn
+        self._is_due = False  # its turn runs, or waits
         asyncio.get_running_loop().add_reader(int_option(socket, zmq.FD), self._read_ready)
         self.schedule_read()
 
@@ -50,31 +51,33 @@ class WatchedSocket:
         self.socket.close(linger=linger_ms)
 
     def schedule_read(self) -> None:
-        """Read on the loop's next turn, once: each reply of a turn calls this, and reading may take `TURN_S`.
+        """Have a turn soon, once: each reply of a turn of the loop calls this.
 
-        Does nothing while `_read_ready` runs, which reads again itself.
+        Does nothing while its turn runs, which reads until nothing is left, or has another.
         """
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._read_ready)
+            self._turns.enqueue(PEERS, self._turn)
 
     def _read_ready(self) -> None:
-        """Read what has arrived. ZMQ's descriptor signals only once, so read until nothing is left."""
-        self._is_due = True
+        """Have a turn now. ZMQ's descriptor signals only once, so turns follow until nothing is left."""
+        if not self._is_due:
+            self._is_due = True
+            self._turns.run_now(PEERS, self._turn)
+
+    def _turn(self) -> bool:
         is_more = False
         try:
             is_more = self._read_turn()
         finally:
-            self._is_due = False
-        if is_more:
-            self.schedule_read()
+            self._is_due = is_more
+        return is_more
 
     def _read_turn(self) -> bool:
         """Read the messages of one turn. Return whether more may be left.
 
         libzmq returns one message of each connection in turn.
         """
-        until = time.monotonic() + TURN_S
         for _ in range(MESSAGES_PER_TURN):
             if self.socket.closed:
                 return False
@@ -94,7 +97,7 @@ class WatchedSocket:
                 self.on_message(route, parts)
             except Exception:  # one sender's message must not stop the reading of others'
                 log.exception("peer message failed", limit_by="peer socket")
-            if time.monotonic() > until:
+            if self._turns.is_over():
                 break
         return True
 

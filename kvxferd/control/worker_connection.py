@@ -7,7 +7,6 @@ import socket
 from dataclasses import dataclass, field
 
 from kvxferd.control.session_admission import PartialFrames
-from kvxferd.control.session_inbox import SessionInbox
 from kvxferd.frame_socket import close_fds
 from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import SessionId
@@ -25,7 +24,6 @@ class WorkerConnection:
 
     session: SessionId
     stream: FrameStream
-    inbox: SessionInbox
     credentials: Credentials
     exit_fd: int  # readable once the worker is dead: a pidfd, or else a pipe
     exit_pipe_writer: int  # if `exit_fd` is a pipe, its other end; else -1
@@ -50,7 +48,6 @@ class WorkerConnection:
     def close(self) -> None:
         """Close everything."""
         self.stream.close()
-        self.inbox.close()
         self.set_mover_socket(None)
         if self.fence_page is not None:
             self.fence_page.close()

@@ -11,6 +11,7 @@ import os
 import select
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -18,10 +19,9 @@ import structlog
 from kvxferd.config import LimitsConfig, WorkerConfig
 from kvxferd.control.fd_budget import max_memory_fds_of
 from kvxferd.control.frame_fds import FrameFds
-from kvxferd.control.round_robin import RoundRobin
 from kvxferd.control.session_admission import SessionAdmission
 from kvxferd.control.session_fds import SessionFds
-from kvxferd.control.session_inbox import SessionInbox
+from kvxferd.control.turns import MESSAGES_PER_TURN, Turns
 from kvxferd.control.worker_access import may_connect, rejection
 from kvxferd.control.worker_connection import WorkerConnection
 from kvxferd.core.events import Event, WorkerConnected, WorkerDisconnected, WorkerMessage
@@ -57,7 +57,9 @@ class WorkerSocket:
         on_event: Callable[[Event], None],
         max_sessions: int = 256,
         max_memory_fds: int | None = None,
+        turns: Turns | None = None,
     ) -> None:
+        """`turns`: shared with the peers' sockets; None: its own."""
         self._config = config
         self._on_event = on_event
         self._max_sessions = max_sessions
@@ -68,7 +70,7 @@ class WorkerSocket:
             max_memory_fds = max_memory_fds_of(LimitsConfig())
         self._admission = SessionAdmission(max_memory_fds)
         self._fds = SessionFds(self._admission.memory_fds)
-        self._round_robin: RoundRobin[WorkerConnection] = RoundRobin(self._process_turn)
+        self._turns = turns or Turns()
         self._read_buffer = new_read_buffer()  # shared by all sessions: 256 buffers would be 64 MiB
 
     # --- listening
@@ -132,7 +134,7 @@ class WorkerSocket:
             stream.close()
             return
         session = SessionId(next(self._numbers))
-        connection = WorkerConnection(session, stream, SessionInbox(stream), credentials, death, alive)
+        connection = WorkerConnection(session, stream, credentials, death, alive)
         self._connections[session] = connection
         self._on_event(WorkerConnected(session, credentials.pid, credentials.uid))
         stream.set_reading()
@@ -155,30 +157,38 @@ class WorkerSocket:
     # --- receiving
 
     def _readable(self, connection: WorkerConnection) -> None:
-        if connection.is_ended or connection.is_worker_dead or self._round_robin.run_now(connection):
+        if connection.is_ended or connection.is_worker_dead:
             return
-        self._schedule_turn(connection, True)
+        if not self._turns.run_now(connection.credentials.uid, partial(self._turn, connection)):
+            connection.stream.set_reading(False)
 
-    def _process_turn(self, connection: WorkerConnection) -> float:
-        """Handle some of the session's frames; return the processor time."""
+    def _turn(self, connection: WorkerConnection) -> bool:
+        """Handle some of the session's frames; return whether there may be more."""
         if connection.is_ended:
-            return 0.0
+            return False
         if connection.is_worker_dead:
-            self._process_last_frames(connection)
-        else:
-            self._process_frames(connection)
-        return connection.inbox.cpu_s
+            return self._process_last_frames(connection)
+        return self._process_frames(connection)
 
-    def _process_frames(self, connection: WorkerConnection) -> None:
+    def _process_frames(self, connection: WorkerConnection) -> bool:
         try:
-            has_more = connection.inbox.process_turn(lambda frame: self._handle_frame(connection, frame))
+            num_handled = self._handle_some(connection)
         except ProtocolError as error:
             self._disconnect(connection, error)
-            return
-        if connection.inbox.is_eof:
+            return False
+        if num_handled is None:
             self._end(connection)
         elif self._charge_partial_frames(connection):
-            self._schedule_turn(connection, has_more)
+            has_more = connection.stream.has_buffered_frames
+            connection.stream.set_reading(not has_more)
+            return has_more
+        return False
+
+    def _handle_some(self, connection: WorkerConnection) -> int | None:
+        """Handle frames for one turn; return how many, None at the end. Raises ProtocolError."""
+        return connection.stream.handle_some(
+            lambda frame: self._handle_frame(connection, frame), MESSAGES_PER_TURN, self._turns.is_over
+        )
 
     def _charge_partial_frames(self, connection: WorkerConnection) -> bool:
         """Count what is kept for a session that is not admitted. False: too much; the session was ended."""
@@ -192,30 +202,25 @@ class WorkerSocket:
             return False
         return True
 
-    def _schedule_turn(self, connection: WorkerConnection, has_more: bool) -> None:
-        """Queue the session's next turn behind others', or wait until something arrives."""
-        if has_more:
-            self._round_robin.enqueue(connection.credentials.uid, connection)
-        connection.stream.set_reading(not has_more)
-
     def _on_worker_exit(self, connection: WorkerConnection) -> None:
         """Handle the worker's death. A process forked from it may hold the socket, but is not the worker."""
         connection.is_worker_dead = True
         asyncio.get_running_loop().remove_reader(connection.exit_fd)
         connection.stream.set_reading(False)
-        self._round_robin.enqueue(connection.credentials.uid, connection)
+        self._turns.enqueue(connection.credentials.uid, partial(self._turn, connection))
 
-    def _process_last_frames(self, connection: WorkerConnection) -> None:
+    def _process_last_frames(self, connection: WorkerConnection) -> bool:
         """Handle what a dead worker had sent, in turns too, then end its session."""
         connection.num_turns_left -= 1
+        num_handled = None
         try:
-            connection.inbox.process_turn(lambda frame: self._handle_frame(connection, frame))
+            num_handled = self._handle_some(connection)
         except ProtocolError as error:
             self._disconnect(connection, error)
-        if connection.num_turns_left and connection.inbox.num_handled and not connection.inbox.is_eof:
-            self._round_robin.enqueue(connection.credentials.uid, connection)
-        else:
-            self._end(connection)
+        if connection.num_turns_left and num_handled:
+            return True
+        self._end(connection)
+        return False
 
     def _handle_frame(self, connection: WorkerConnection, frame: Frame) -> None:
         fds = FrameFds(frame.fds)

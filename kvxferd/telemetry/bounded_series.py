@@ -18,12 +18,6 @@ from kvxferd.wire.endpoint import address_of
 MAX_SERIES = 64
 # A row that nothing has used for this long is given to a newcomer.
 IDLE_S = 600.0
-# Names are invented freely: while all rows are in use, rows of the least used go to newcomers that are used
-# far more. A few each minute, so that no flood of names makes many series.
-WINDOW_S = 60.0
-MAX_REPLACED = 8
-MIN_USES = 5
-MAX_WAITING = 256
 OTHER = "other"
 MAX_LABEL_CHARS = 64
 
@@ -42,7 +36,6 @@ class Row:
     """What is counted for one key."""
 
     used_at: float = 0.0
-    num_uses: int = 0  # in this window
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PULL_OUTCOMES, 0))
     pulled_bytes: int = 0
     pull_s: float = 0.0
@@ -66,23 +59,17 @@ class BoundedRows:
         self._clock = clock
         self._other = (OTHER,) * num_labels
         self.rows: dict[Key, Row] = {}  # the longest unused first
-        self._waiting: dict[Key, int] = {}  # uses in this window of keys that have no row
-        self._window_ends = clock() + WINDOW_S
 
     def row_of(self, *names: str) -> Row:
         """Return the row of these names, a new one, or that of the others."""
         now = self._clock()
-        if now >= self._window_ends:
-            self._end_window(now)
         key = tuple(map(clean_label, names))
         row = self.rows.pop(key, None)
         if row is None and not self._has_room(now):
-            self._count_waiting(key)
             key = self._other
             row = self.rows.pop(key, None)
         row = row or Row()
         row.used_at = now
-        row.num_uses += 1
         self.rows[key] = row
         return row
 
@@ -98,27 +85,6 @@ class BoundedRows:
     def _remove(self, key: Key) -> None:
         removed = self.rows.pop(key)
         self.rows.setdefault(self._other, Row(used_at=removed.used_at)).add(removed)
-
-    def _count_waiting(self, key: Key) -> None:
-        """Count a use. Once full, all lose one: what makes more than a 256th of the uses stays."""
-        if key in self._waiting or len(self._waiting) < MAX_WAITING:
-            self._waiting[key] = self._waiting.get(key, 0) + 1
-            return
-        self._waiting = {name: num - 1 for name, num in self._waiting.items() if num > 1}
-
-    def _end_window(self, now: float) -> None:
-        """Give rows that were used least to keys without a row that were used more than twice as often."""
-        self._window_ends = now + WINDOW_S
-        least = sorted((row.num_uses, key) for key, row in self.rows.items() if key != self._other)
-        most = sorted(((num, key) for key, num in self._waiting.items()), reverse=True)
-        for (num_uses, removed), (num, added) in zip(least, most[:MAX_REPLACED], strict=False):
-            if num < MIN_USES + 2 * num_uses:
-                break
-            self._remove(removed)
-            self.rows[added] = Row(used_at=now)
-        self._waiting.clear()
-        for row in self.rows.values():
-            row.num_uses = 0
 
 
 class EngineAndPeerCollector(Collector):

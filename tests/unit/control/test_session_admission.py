@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 import msgspec
 import pytest
 
-from kvxferd.control import session_inbox as inbox_module
 from kvxferd.control.session_admission import MAX_PARTIAL_BYTES, MAX_PARTIAL_FDS
-from kvxferd.control.session_inbox import FRAMES_PER_TURN, SessionInbox
+from kvxferd.control.turns import MESSAGES_PER_TURN
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.frame_socket import FrameSocket
@@ -220,7 +219,7 @@ async def test_a_rank_that_resumes_keeps_the_socket_that_it_registered_with(
 # --- A session's frames are taken in turns: a flood of one does not keep the loop from others
 
 
-NUM = 3 * FRAMES_PER_TURN + 7
+NUM = 3 * MESSAGES_PER_TURN + 7
 
 
 @pytest.fixture
@@ -232,36 +231,42 @@ def pair() -> Iterator[tuple[socket.socket, FrameSocket]]:
     link.close()
 
 
+def not_over() -> bool:
+    return False
+
+
 def test_a_turn_takes_so_many_frames_and_the_next_goes_on(pair: tuple[socket.socket, FrameSocket]) -> None:
     theirs, link = pair
     theirs.sendall(b"".join(encode_frame(number.to_bytes(4, "little")) for number in range(NUM)))
-    inbox, taken, turns = SessionInbox(link), [], 0
-    while inbox.process_turn(lambda frame: taken.append(int.from_bytes(frame.payload, "little"))):
+    taken, turns = list[int](), 0
+    while len(taken) < NUM:
+        before = len(taken)
+        link.handle_some(
+            lambda frame: taken.append(int.from_bytes(frame.payload, "little")), MESSAGES_PER_TURN, not_over
+        )
         turns += 1
-        assert len(taken) <= turns * FRAMES_PER_TURN
-        assert inbox.num_handled <= FRAMES_PER_TURN
-    assert turns >= NUM // FRAMES_PER_TURN
+        assert len(taken) - before <= MESSAGES_PER_TURN
+    assert not link.has_buffered_frames
+    assert turns >= NUM // MESSAGES_PER_TURN
     assert taken == list(range(NUM))
 
 
-def test_one_that_takes_long_ends_the_turn(
-    pair: tuple[socket.socket, FrameSocket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inbox_module, "TURN_S", 0.0)
+def test_one_that_takes_long_ends_the_turn(pair: tuple[socket.socket, FrameSocket]) -> None:
     theirs, link = pair
     theirs.sendall(encode_frame(b"a") + encode_frame(b"b"))
-    inbox, taken = SessionInbox(link), []
-    assert inbox.process_turn(taken.append)
+    taken = list[Frame]()
+    assert link.handle_some(taken.append, MESSAGES_PER_TURN, lambda: True) == 1
     assert [frame.payload for frame in taken] == [b"a"]
+    assert link.has_buffered_frames
 
 
 def test_the_end_comes_after_all_that_was_sent(pair: tuple[socket.socket, FrameSocket]) -> None:
     theirs, link = pair
     theirs.sendall(b"".join(encode_frame(b"x") for _ in range(NUM)))
     theirs.close()
-    inbox, taken = SessionInbox(link), []
-    while not inbox.is_eof:
-        inbox.process_turn(taken.append)
+    taken = list[Frame]()
+    while link.handle_some(taken.append, MESSAGES_PER_TURN, not_over) is not None:
+        pass
     assert len(taken) == NUM
 
 
@@ -271,14 +276,12 @@ def test_frames_that_nobody_takes_are_closed(pair: tuple[socket.socket, FrameSoc
     socket.send_fds(theirs, [encode_frame(b"first", 0)], [])
     socket.send_fds(theirs, [encode_frame(b"", 1)], [write])
     os.close(write)
-    inbox = SessionInbox(link)
 
     def stop_at(frame: Frame) -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        inbox.process_turn(stop_at)
-    inbox.close()
+        link.handle_some(stop_at, MESSAGES_PER_TURN, not_over)
     link.close()
     assert os.read(read, 1) == b"", "the writing end is open"
     os.close(read)

@@ -56,14 +56,14 @@ async def test_an_endpoint_that_libzmq_refuses_is_unreachable_and_no_more():
 
 
 async def test_a_turn_of_many_answers_looks_for_messages_once(monkeypatch: pytest.MonkeyPatch):
-    num_looks, read_ready = 0, WatchedSocket._read_ready
+    num_looks, read_turn = 0, WatchedSocket._read_turn
 
-    def look(watched: WatchedSocket) -> None:
+    def look(watched: WatchedSocket) -> bool:
         nonlocal num_looks
         num_looks += 1
-        read_ready(watched)
+        return read_turn(watched)
 
-    monkeypatch.setattr(WatchedSocket, "_read_ready", look)
+    monkeypatch.setattr(WatchedSocket, "_read_turn", look)
     peers = PeerSocket("tcp://127.0.0.1:0", Messages().put, NoChecks)
     peers.start()
     try:

@@ -1,4 +1,4 @@
-"""One queue serves threads, turns of the loop and lookups: the order and the fairness are tested here."""
+"""One queue serves threads and turns of the loop: the order and the fairness are tested here."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import itertools
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxferd.control.fair_thread import FairThread
-from kvxferd.control.round_robin import LOOP_TURN_S, RoundRobin
+from kvxferd.control.turns import LOOP_TURN_S, PEERS, TURN_S, Turns
 from kvxferd.errors import BusyError
 from kvxferd.fair_queue import FairQueue
 
@@ -37,18 +38,6 @@ def test_users_take_turns_and_each_users_items_stay_in_order(users: list[str]) -
     assert not any(left.values())
     with pytest.raises(KeyError):
         queue.get()
-
-
-def test_a_user_who_may_not_have_a_turn_is_passed_over() -> None:
-    queue: FairQueue[str, int] = FairQueue()
-    for number, user in enumerate("aab"):
-        queue.put(user, number)
-    assert queue.next_user(lambda user: user != "a") == "b"
-    assert queue.get_of("a") == 0
-    assert queue.next_user(lambda user: True) == "b"
-    assert queue.next_user(lambda user: False) is None
-    queue.clear()
-    assert not queue
 
 
 # --- one thread for slow work, in which nobody's work waits for all of another's
@@ -132,68 +121,100 @@ async def test_where_no_thread_can_be_had_the_work_has_failed_and_the_next_asks_
         worker.close()
 
 
-# --- sessions share a turn of the loop: none of a user's many keeps another user's from being read
+# --- sessions and peers share a turn of the loop: none of a user's many keeps another user's from being read
 
 
 FIRST, SECOND = 1000, 2000
 
 
-async def test_users_take_turns_and_not_their_sessions() -> None:
-    taken: list[str] = []
-    turns = RoundRobin[str](lambda session: taken.append(session) or 0.0)
+class Recorded:
+    """Turns that record who had one, each of which takes a quarter of what all have in a turn of the loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, turn_s: float = LOOP_TURN_S / 4) -> None:
+        self.taken: list[object] = []
+        self.turns = Turns()
+        self.now = 0.0
+        self._turn_s = turn_s
+        for clock in ("monotonic", "thread_time"):
+            monkeypatch.setattr(f"kvxferd.control.turns.time.{clock}", lambda: self.now)
+
+    def turn(self, name: object, num_turns: int = 1) -> Callable[[], bool]:
+        left = iter(range(num_turns - 1, -1, -1))
+
+        def run() -> bool:
+            self.taken.append(name)
+            self.now += self._turn_s
+            return next(left) > 0
+
+        return run
+
+
+async def test_users_take_turns_and_not_their_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Recorded(monkeypatch, turn_s=0.0)
     for number in range(100):
-        turns.enqueue(FIRST, f"first-{number}")
-    turns.enqueue(SECOND, "second-0")
-    turns.enqueue(SECOND, "second-1")
+        at.turns.enqueue(FIRST, at.turn(f"first-{number}"))
+    at.turns.enqueue(SECOND, at.turn("second", num_turns=2))
+    at.turns.enqueue(PEERS, at.turn("peers"))
     await asyncio.sleep(0)
-    assert taken[:4] == ["first-0", "second-0", "first-1", "second-1"]
-    assert len(taken) == 102
+    assert at.taken[:5] == ["first-0", "second", "peers", "first-1", "second"]
+    assert len(at.taken) == 103
 
 
-async def test_a_turn_of_the_loop_is_used_up_by_all_together() -> None:
-    taken: list[int] = []
-    turns = RoundRobin[int](lambda session: taken.append(session) or LOOP_TURN_S / 4)
+async def test_a_turn_of_the_loop_is_used_up_by_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Recorded(monkeypatch)
     for number in range(10):
-        turns.enqueue(FIRST, number)
+        at.turns.enqueue(FIRST if number % 2 else PEERS, at.turn(number))
     for expected in (4, 8, 10):
         await asyncio.sleep(0)
-        assert len(taken) == expected
+        assert len(at.taken) == expected
 
 
-async def test_who_is_read_at_once_uses_the_turn_up_too() -> None:
-    taken: list[int] = []
-    turns = RoundRobin[int](lambda session: taken.append(session) or LOOP_TURN_S / 4)
-    came = [turns.run_now(number) for number in range(6)]
+async def test_who_is_read_at_once_uses_the_turn_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Recorded(monkeypatch)
+    came = [at.turns.run_now(FIRST, at.turn(number)) for number in range(6)]
     assert came == [True] * 4 + [False] * 2
-    assert taken == [0, 1, 2, 3]
+    assert at.taken == [0, 1, 2, 3]
     await asyncio.sleep(0)
-    assert turns.run_now(6)
+    assert at.taken == [0, 1, 2, 3, 4, 5]
+    assert at.turns.run_now(FIRST, at.turn(6))
 
 
-async def test_nobody_goes_before_those_who_wait() -> None:
-    turns = RoundRobin[int](lambda session: 0.0)
-    turns.enqueue(FIRST, 1)
-    assert not turns.run_now(2)
+async def test_nobody_goes_before_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Recorded(monkeypatch, turn_s=0.0)
+    at.turns.enqueue(FIRST, at.turn(1))
+    assert not at.turns.run_now(SECOND, at.turn(2))
     await asyncio.sleep(0)
-    assert turns.run_now(2)
+    assert at.taken == [1, 2]
+    assert at.turns.run_now(SECOND, at.turn(3))
+
+
+async def test_one_turn_is_over_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    at, seen = Recorded(monkeypatch), list[bool]()
+
+    def long_turn() -> bool:
+        for elapsed_s in (TURN_S / 2, TURN_S):
+            at.now += elapsed_s
+            seen.append(at.turns.is_over())
+        return False
+
+    at.turns.run_now(FIRST, long_turn)
+    at.turns.run_now(FIRST, long_turn)
+    assert seen == [False, True] * 2
 
 
 async def test_one_that_raises_keeps_no_other_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
+    at = Recorded(monkeypatch, turn_s=0.0)
 
-    def take(session: int) -> float:
-        if session == 1:
-            raise RuntimeError
-        taken.append(session)
-        return 0.0
+    def broken() -> bool:
+        raise RuntimeError
 
     loop = asyncio.get_running_loop()
     raised: list[object] = []
     loop.set_exception_handler(lambda loop, context: raised.append(context["exception"]))
-    turns = RoundRobin[int](take)
-    for number in range(3):
-        turns.enqueue(FIRST, number)
+    at.turns.enqueue(FIRST, at.turn(0))
+    at.turns.enqueue(FIRST, broken)
+    at.turns.enqueue(FIRST, at.turn(2))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert taken == [0, 2]
+    assert at.taken == [0, 2]
     assert len(raised) == 1

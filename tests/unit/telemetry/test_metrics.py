@@ -19,6 +19,7 @@ from kvxferd.records import PHASES, RELEASE_REASONS, NodeSnapshot, ServedRecord
 from kvxferd.telemetry.gauges import engine_state, transport_class
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.mover_usage import MOVER_STATES, MoverExit, MoverReading
+from kvxferd.telemetry.remedies import REMEDIES
 from kvxferd.telemetry.traces.tracer import TraceOutcome
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from tests.support.node_samples import PEER, SINK, SOURCE, node_snapshot, pull_record, records
@@ -113,13 +114,23 @@ def test_series_that_a_rate_needs_are_there_before_the_first_pull() -> None:
 
 def test_failures_refusals_and_reasons_are_there_before_the_first() -> None:
     got = samples_of(Metrics(node_snapshot))
-    for code in Code:
+    for code in REMEDIES:
         assert got[f"kvxferd_pulls_total{{code={code}}}{{outcome=failed}}"] == 0
+    for code in (Code.BUSY, Code.ENGINE_UNKNOWN, Code.PEER_UNREACHABLE):
         assert got[f"kvxferd_handshakes_total{{outcome={code}}}"] == 0
+    assert len(got) < 450  # of each node: what nothing reads is no series
     for reason in RELEASE_REASONS:
         assert got[f"kvxferd_releases_total{{why={reason}}}"] == 0
     for limit in BUSY_LIMITS:
         assert f"kvxferd_busy_refusals_total{{limit={limit}}}" in got
+
+
+def test_a_code_that_no_pull_should_end_with_has_a_series_once_one_does() -> None:
+    metrics = Metrics(node_snapshot)
+    series = "kvxferd_pulls_total{code=bad-frame}{outcome=failed}"
+    assert series not in samples_of(metrics)
+    metrics.record(pull_record("failed", Code.BAD_FRAME))
+    assert samples_of(metrics)[series] == 1
 
 
 def test_a_refusal_counts_for_its_limit() -> None:
