@@ -39,7 +39,7 @@ class Contender(ABC):
 
 @dataclass
 class KvxferdPulls(Contender):
-    """Pulls through two daemons by the first rank; prepared, so that the grants exist."""
+    """Pulls through two daemons by one rank after the other, a sample of each; prepared: the grants exist."""
 
     name: str = KVXFERD
     is_prepared: bool = True
@@ -48,7 +48,9 @@ class KvxferdPulls(Contender):
         """Publish, prepare, pull."""
         engines = self.engines
         batch = (engines.publish_prepared if self.is_prepared else engines.publish)(self.case, count)
-        samples = engines.sink.call(BenchRank.pull_all, batch, window)
+        samples = []
+        for rank in engines.pair.engine("decode"):
+            samples += engines.ranks["decode", rank].call(BenchRank.pull_all, batch, window)
         engines.release(batch)
         return samples
 

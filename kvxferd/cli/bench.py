@@ -103,7 +103,7 @@ def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     bench_options = _bench_options(options)
     # Imported here, so that the other verbs do not load numpy.
     from kvxferd.bench.runner import run_bench
-    from kvxferd.tooling.output import console, print_fitted, print_json
+    from kvxferd.tooling.output import print_json
 
     try:
         result = run_bench(bench_options, lambda what: click.echo(f"kvxferd: {what}", err=True))
@@ -115,9 +115,9 @@ def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
 
         print_json(msgspec.to_builtins(result))
     else:
-        from kvxferd.bench.report import render_report
+        from kvxferd.bench.report import print_report
 
-        print_fitted(console(), render_report(result))
+        print_report(result)
     if result.error:
         click.echo(f"kvxferd: {result.error}", err=True)
         ctx.exit(EXIT_ERROR)

@@ -64,10 +64,10 @@ def demo(
     Unless an engine is described by flags, it does the same between two equal engines, to compare.
     """
     # Imported here, so that the other verbs do not load numpy.
-    from kvxferd.demo.report import render_report
+    from kvxferd.demo.report import print_report
     from kvxferd.demo.runner import Demo
     from kvxferd.tooling.interrupts import interrupted_once
-    from kvxferd.tooling.output import console, print_fitted, print_json
+    from kvxferd.tooling.output import print_json
 
     pairs = pairs_to_run(ctx, options)
     found: list[DemoResults] = []
@@ -84,12 +84,12 @@ def demo(
             if as_json:
                 print_json(results.as_json() | ({} if equal is None else {"equal": equal.as_json()}))
             else:
-                print_fitted(console(), render_report(results, equal))
+                print_report(results, equal)
             if keep and found[-1].is_ok:
                 is_kept = True
                 _say_what_to_try(running, as_json)
                 found.append(running.keep_going(dataclasses.replace(pairs[0], name="demo-kept")))
-                print_fitted(console(), render_report(found[-1]))
+                print_report(found[-1])
         except KeyboardInterrupt:
             if not is_kept:
                 click.echo("kvxferd: the demo was interrupted; everything it started is gone", err=True)

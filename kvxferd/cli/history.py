@@ -234,10 +234,11 @@ def _took_s(record: Record) -> float | None:
 
 
 def _slowest(record: Record) -> str | None:
-    if not isinstance(record, PullRecord) or not record.phases_s:
+    """Return the three longest phases of a pull: ``wire 12 ms, grant 3 ms``."""
+    if not isinstance(record, PullRecord):
         return None
-    phase, elapsed_s = max(record.phases_s.items(), key=lambda item: item[1])
-    return f"{phase} {format_time(elapsed_s)}" if elapsed_s > 0 else None
+    longest = sorted(record.phases_s.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{phase} {format_time(took_s)}" for phase, took_s in longest if took_s > 0) or None
 
 
 def _end(record: Record) -> str:

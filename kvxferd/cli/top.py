@@ -9,11 +9,11 @@ from typing import Any
 import click
 import msgspec
 
-from kvxferd.cli.listing import format_read
+from kvxferd.cli import history, listing
 from kvxferd.cli.options import MAX_INTERVAL_S, MIN_INTERVAL_S, json_option, with_control_client
 from kvxferd.ids import Endpoint
 from kvxferd.records import NodeSnapshot, PullRecord, ReleaseRecord
-from kvxferd.telemetry.overview import FailureReason, Level, NodeVerdict, PeerLine, longest_phases
+from kvxferd.telemetry.overview import FailureReason, Level, NodeVerdict, PeerLine
 from kvxferd.telemetry.samples import RING_S, SLOT_S, LastMinute, SampleReport, SlotRow
 from kvxferd.telemetry.units import (
     UNKNOWN,
@@ -91,12 +91,13 @@ def print_report(status: dict[str, Any], samples: dict[str, Any]) -> None:
     if reasons := msgspec.convert(samples["failure_reasons"], list[FailureReason]):
         _print_first("Why pulls failed in the last 15 minutes", REASONS, reasons)
     if node.pulls:
-        _print_first("Running pulls, the oldest first", PULLS, sorted(node.pulls, key=lambda p: -p.age_s))
+        oldest = sorted(node.pulls, key=lambda pull: -pull.age_s)
+        _print_first("Running pulls, the oldest first", listing.PULLS.columns, oldest)
     _print_first("Peers, 15 minutes", PEERS, msgspec.convert(samples["peers"], list[PeerLine]))
     if slowest := msgspec.convert(samples["slowest_pulls"], list[PullRecord]):
-        _print_first("The slowest pulls of 15 minutes", SLOWEST, slowest)
+        _print_first("The slowest pulls of 15 minutes", history.COLUMNS, slowest)
     if expired := msgspec.convert(samples["expired_leases"], list[ReleaseRecord]):
-        _print_first("Expired leases: published here, and not read in time", EXPIRED, expired)
+        _print_first("Expired leases: published here, and not read in time", history.COLUMNS, expired)
 
 
 def _print_first(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
@@ -192,16 +193,6 @@ REASONS = (
     Column("last", lambda reason: reason.last.ended_at, _clock),
     Column("message", lambda reason: f"{reason.last.message} ({reason.last.transfer_id})"),
 )
-PULLS = (
-    Column("transfer", lambda pull: pull.transfer_id),
-    Column("from", lambda pull: pull.source),
-    Column("to", lambda pull: pull.sink),
-    Column("rank", lambda pull: pull.rank, rank=3),
-    Column("phase", lambda pull: pull.phase),
-    Column("read", format_read, rank=2),
-    Column("age", lambda pull: pull.age_s, format_time),
-    Column("deadline in", lambda pull: max(pull.deadline_left_s, 0.0), format_time, 1),
-)
 PEERS = (
     Column("peer", lambda line: address_of(Endpoint(line.peer))),
     Column("state", lambda line: line.state),
@@ -211,19 +202,4 @@ PEERS = (
     Column("delivered", lambda line: line.delivered),
     Column("failed", lambda line: line.failed),
     Column("size", lambda line: line.pulled_bytes, format_size, 4),
-)
-SLOWEST = (
-    Column("at", lambda record: record.ended_at, _clock),
-    Column("transfer", lambda record: record.transfer_id),
-    Column("from", lambda record: record.source, rank=1),
-    Column("to", lambda record: record.sink, rank=2),
-    Column("size", lambda record: record.bytes, format_size, 3),
-    Column("took", lambda record: record.total_s, format_time),
-    Column("longest phases", longest_phases),
-)
-EXPIRED = (
-    Column("at", lambda record: record.ended_at, _clock),
-    Column("transfer", lambda record: record.transfer_id),
-    Column("engine", lambda record: record.engine_id),
-    Column("held", lambda record: record.held_s, format_time),
 )

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from rich.console import Group, RenderableType
-from rich.table import Table
 
 from kvxferd.demo.rank import RankResult
 from kvxferd.ids import Rank
 from kvxferd.records import PHASES, PullRecord
+from kvxferd.telemetry.units import format_time
 from kvxferd.tooling.engine_pair import EnginePair
-from kvxferd.tooling.output import format_bytes, format_duration, plain_text
+from kvxferd.tooling.output import Column, format_bytes, print_line, print_table, tuple_columns
 
 COUNTS = ("pulls", "delivered", "bytes", "runs", "checked_items", "wrong_items", "spilled_bytes")
 
@@ -129,7 +128,7 @@ class DemoResults:
     def describe_last(self) -> str:
         """Return a line on the last request."""
         verdict = "every byte is right" if self.is_right else "FAILED"
-        return f"request {self.requests} of {self.wanted}: {format_duration(self.request_s[-1])}, {verdict}"
+        return f"request {self.requests} of {self.wanted}: {format_time(self.request_s[-1])}, {verdict}"
 
 
 def summarize_times(times: list[float]) -> dict[str, float]:
@@ -140,18 +139,19 @@ def summarize_times(times: list[float]) -> dict[str, float]:
     return {"p50": round(float(p50), 6), "p99": round(float(p99), 6), "mean": round(float(np.mean(times)), 6)}
 
 
-def render_report(results: DemoResults, equal: DemoResults | None = None) -> RenderableType:
-    """Return the tables and the verdict; `equal`: the same between equal engines, to compare with."""
-    parts: list[RenderableType] = [_totals(results, equal)]
-    if results.phases():
-        parts.append(_phases(results))
-    lines = list(_verdict(results))
-    if equal is not None and not equal.is_ok:
-        lines += ["equal engines:", *_verdict(equal)]
-    elif equal is not None and results.is_ok:
-        lines.insert(0, describe_difference(results, equal))
-    parts += [plain_text(line) for text in lines for line in text.splitlines()]
-    return Group(*parts)
+def print_report(results: DemoResults, equal: DemoResults | None = None) -> None:
+    """Print the tables and the verdict; `equal`: the same between equal engines, to compare with."""
+    compared = [("these engines", results), *([] if equal is None else [("equal engines", equal)])]
+    rows = zip(_TOTALS, *(_total_cells(one) for _, one in compared), strict=True)
+    print_table("kvxferd demo", tuple_columns("", *(title for title, _ in compared)), rows)
+    if phases := results.phases():
+        print_table("Where a pull's time goes", PHASE_COLUMNS, phases.items())
+    if equal is not None and equal.is_ok and results.is_ok:
+        print_line(describe_difference(results, equal))
+    for line in _verdict(results):
+        print_line(line)
+    for line in ("equal engines:", *_verdict(equal)) if equal is not None and not equal.is_ok else ():
+        print_line(line)
 
 
 def describe_difference(results: DemoResults, equal: DemoResults) -> str:
@@ -180,16 +180,6 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + "".join(names[-1:])
 
 
-def _totals(results: DemoResults, equal: DemoResults | None) -> Table:
-    table = Table(title="kvxferd demo", title_justify="left", show_header=equal is not None)
-    for head in ("", "these engines", *(("equal engines",) if equal is not None else ())):
-        table.add_column(head)
-    columns = [_total_cells(one) for one in (results, equal) if one is not None]
-    for head, *values in zip(_TOTALS, *columns, strict=True):
-        table.add_row(head, *map(plain_text, values))
-    return table
-
-
 _TOTALS = (
     *("prefill", "decode", "model", "requests", "pulls", "bytes", "runs", "read", "rate", "pull p50 / p99"),
     *("first request", "daemons ready", "ranks registered"),
@@ -209,20 +199,19 @@ def _total_cells(results: DemoResults) -> tuple[str, ...]:
         f"{counts['runs']:,} of {format_bytes(_mean_run(results))}",
         " and ".join(way for way, num_bytes in sorted(results.ways().items()) if num_bytes) or "-",
         f"{results.gb_per_s:.2f} GB/s",
-        f"{format_duration(seen['pull_s']['p50'])} / {format_duration(seen['pull_s']['p99'])}",
-        format_duration(seen["first_request_s"]),
-        format_duration(results.daemons_ready_s),
-        format_duration(results.registered_s),
+        f"{format_time(seen['pull_s']['p50'])} / {format_time(seen['pull_s']['p99'])}",
+        format_time(seen["first_request_s"]),
+        format_time(results.daemons_ready_s),
+        format_time(results.registered_s),
     )
 
 
-def _phases(results: DemoResults) -> Table:
-    table = Table(title="Where a pull's time goes", title_justify="left")
-    for head in ("phase", "p50", "p99", "mean"):
-        table.add_column(head, justify="left" if head == "phase" else "right")
-    for phase, times in results.phases().items():
-        table.add_row(phase, *(format_duration(times[key]) for key in ("p50", "p99", "mean")))
-    return table
+PHASE_COLUMNS = (
+    Column("phase", lambda item: item[0]),
+    Column("p50", lambda item: item[1]["p50"], format_time),
+    Column("p99", lambda item: item[1]["p99"], format_time),
+    Column("mean", lambda item: item[1]["mean"], format_time),
+)
 
 
 def _verdict(results: DemoResults) -> Iterator[str]:
@@ -233,5 +222,5 @@ def _verdict(results: DemoResults) -> Iterator[str]:
     )
     for wrong in (results.first_wrong, results.first_failure, results.error):
         if wrong:
-            yield wrong
+            yield from wrong.splitlines()
     yield "every byte is right" if results.is_ok else "FAILED"

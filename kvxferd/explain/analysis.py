@@ -19,6 +19,7 @@ from kvxferd.explain.read_estimate import (
     Link,
     ReadEstimate,
     ReadSample,
+    bases_at_zero,
     estimate_read,
     sample_lists,
     sample_tokens,
@@ -307,12 +308,7 @@ def _sample_run_lengths(plan: Plan, tokens: int, stride: int) -> Lengths:
     """Return the run lengths of a request whose ids are `stride` apart on both sides."""
     local = sample_lists((group_read.local for group_read in plan.group_reads), tokens, stride)
     remote = sample_lists((group_read.remote for group_read in plan.group_reads), tokens, stride)
-    mine = dict.fromkeys((s.local.region for group_read in plan.group_reads for s in group_read.patterns), 0)
-    theirs = dict.fromkeys(
-        (s.remote.region for group_read in plan.group_reads for s in group_read.patterns), 0
-    )
-    bases = {group_read.rank: theirs for group_read in plan.group_reads}
-    parts = Expander(plan).parts(local, remote, tokens, mine, bases)
+    parts = Expander(plan).parts(local, remote, tokens, *bases_at_zero(plan))
     return np.concatenate([runs.length for part in parts for runs in part.values()])
 
 

@@ -124,13 +124,8 @@ def _posted(sample: ReadSample, request: CoverRequest | None, choice: Choice) ->
     """Return how many descriptors a sample takes, and how many bytes are read beside those wanted."""
     if request is None:
         return sample.num_runs, 0
-    patterns = [pattern for read in sample.plan.group_reads for pattern in read.patterns]
-    mine: dict[RegionId, int] = dict.fromkeys((pattern.local.region for pattern in patterns), 0)
-    theirs: dict[RegionId, int] = dict.fromkeys((pattern.remote.region for pattern in patterns), 0)
-    bases = {read.rank: theirs for read in sample.plan.group_reads}
-    ranks: list[CoveredRank] = [
-        rank for part in request.parts(mine, bases, choice.pays) for rank in part.values()
-    ]
+    parts = request.parts(*bases_at_zero(sample.plan), choice.pays)
+    ranks: list[CoveredRank] = [rank for part in parts for rank in part.values()]
     stretches = [one for rank in ranks for one in rank.stretches]
     num_runs = sum(len(runs.length) for rank in ranks for runs in rank.runs)
     return (
@@ -163,6 +158,14 @@ def sample_tokens(sides: Iterable[BlockGeometry]) -> int:
         return 1
     step = math.lcm(*spans)
     return step if step <= MAX_SAMPLE_TOKENS else max(spans)
+
+
+def bases_at_zero(plan: Plan) -> tuple[dict[RegionId, int], dict[Rank, dict[RegionId, int]]]:
+    """Return addresses for a plan's regions, of its own rank and of each that it reads: nothing is moved."""
+    patterns = [pattern for read in plan.group_reads for pattern in read.patterns]
+    theirs = dict.fromkeys((pattern.remote.region for pattern in patterns), 0)
+    mine = dict.fromkeys((pattern.local.region for pattern in patterns), 0)
+    return mine, {read.rank: theirs for read in plan.group_reads}
 
 
 def sample_lists(sides: Iterable[BlockGeometry], tokens: int, stride: int) -> BlocksByGroup:

@@ -182,9 +182,3 @@ def failure_reasons(failed: Sequence[PullRecord], now: float, within_s: float) -
         before = found.get(key)
         found[key] = FailureReason(before.num_pulls + 1, before.last) if before else FailureReason(1, record)
     return sorted(found.values(), key=lambda reason: -reason.num_pulls)
-
-
-def longest_phases(record: PullRecord) -> str:
-    """Return the three longest phases of a pull: ``wire 12 ms, grant 3 ms``."""
-    longest = sorted(record.phases_s.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{phase} {format_time(elapsed_s)}" for phase, elapsed_s in longest)

@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
     from rich.text import Text
 
 # Piped output is for grep: wide enough that no row wraps. An id has at most 256 characters, an error's
@@ -149,24 +149,6 @@ def print_line(text: str, style: str = "") -> None:
     console().print(plain_text(text), style=style, soft_wrap=True)
 
 
-def print_fitted(out: Console, *parts: RenderableType) -> None:
-    """Print tables of rich's: as wide as the terminal, with folded words; piped, without trailing blanks."""
-    from rich.console import Group
-    from rich.table import Table
-
-    for part in parts:
-        if isinstance(part, Group):
-            print_fitted(out, *part.renderables)
-            continue
-        if isinstance(part, Table):
-            for column in part.columns:
-                column.overflow = "fold"
-        with out.capture() as capture:
-            out.print(part)
-        for line in capture.get().splitlines():
-            sys.stdout.write(line.rstrip() + "\n")
-
-
 def plain_text(value: object) -> Text:
     """Return text that is shown as it is: without markup, and without control characters."""
     from rich.text import Text
@@ -191,11 +173,3 @@ def format_bytes(count: float) -> str:
 def format_count(count: int, noun: str) -> str:
     """Return a count with its noun: ``1 rank``, ``2 ranks``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration with three digits: ``12.3 ms``."""
-    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
-        if abs(seconds) < limit:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds:.1f} s"

@@ -18,7 +18,7 @@ from kvxferd.plan import Expander, check_blocks, check_request, make_plan
 
 def addresses(derived: DerivedCaches) -> dict[RegionId, int]:
     """Return where each region begins."""
-    return {region: address for region, (address, _, _) in derived.regions.items()}
+    return {one.region: one.address for one in derived.storages}
 
 
 def move(

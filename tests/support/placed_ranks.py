@@ -23,11 +23,11 @@ from kvxferd.client import BlockList, Delivered, RankHandle
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.import_blocking import block_import
-from kvxferd.integrations.vllm.layout.derivation import CacheStorage, DerivedCaches
+from kvxferd.integrations.vllm.layout.derivation import DerivedCaches
 from kvxferd.integrations.vllm.memory.gpu_placement import gpu_placement_search
 from kvxferd.integrations.vllm.memory.memory_sharing import register_rank, share_rank
 from kvxferd.integrations.vllm.options import read_options
-from kvxferd.layout import EngineSpec
+from kvxferd.layout import EngineSpec, TensorRegion
 from tests.support.connector_harness import BLOCK_BYTES, BLOCK_TOKENS, LAYOUT, NAME, NUM_BLOCKS
 from tests.support.tensor_allocators import TensorStore
 
@@ -50,7 +50,7 @@ def run(socket: str, driver: str, setting: str, memory: str, missing: str = "") 
             with without(missing):
                 for number, (store, search) in enumerate(zip(stores, searches, strict=True)):
                     storage = store.tensor.untyped_storage()
-                    regions = (CacheStorage(RegionId("kv"), storage.data_ptr(), SIZE, "cuda", storage),)
+                    regions = (TensorRegion(RegionId("kv"), storage.data_ptr(), SIZE, "cuda", (storage,)),)
                     derived = DerivedCaches(LAYOUT, regions, {})
                     sharing = share_rank(derived, options, search)
                     spec = EngineSpec(

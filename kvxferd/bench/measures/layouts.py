@@ -15,10 +15,9 @@ from kvxferd.bench.cases import (
     equal_engines,
     footprint,
 )
-from kvxferd.bench.contenders import Contender, interleave
+from kvxferd.bench.contenders import KvxferdPulls, interleave
 from kvxferd.bench.figures import Figure, Finding, Point, at_least, median, point_of
 from kvxferd.bench.proc_stats import available_bytes
-from kvxferd.bench.rank import BenchRank, Sample
 from kvxferd.bench.testbed import RunningEngines, Site, Testbed
 from kvxferd.bench.workload import HEADROOM_BYTES, LayoutsSize, Workload
 from kvxferd.tooling.engine_pair import EnginePair, EngineShape
@@ -159,10 +158,10 @@ def _measure_point(
     engines: Mapping[str, RunningEngines], transport: str, layouts: Layouts, size: LayoutsSize
 ) -> Point:
     tokens = request_tokens(layouts, size.size_bytes)
-    contenders = [
-        AllRanks(one, Case(one.pair, BlockPattern.FRAGMENTED, tokens // one.pair.prefill.block_tokens), way)
-        for way, one in engines.items()
-    ]
+    contenders = []
+    for way, one in engines.items():
+        case = Case(one.pair, BlockPattern.FRAGMENTED, tokens // one.pair.prefill.block_tokens)
+        contenders.append(KvxferdPulls(one, case, way))
     before = _covered_bytes(engines[AUTO])
     found = interleave(contenders, size.rounds, 1)
     covered = _covered_bytes(engines[AUTO]) - before
@@ -172,20 +171,6 @@ def _measure_point(
         "not_direct_share": covered / moved,
     }
     return point_of("layouts", transport, {"from and to": str(layouts)}, size.size_bytes, found, facts)
-
-
-class AllRanks(Contender):
-    """Pulls by one rank after the other, a sample of each."""
-
-    def move(self, count: int, window: int) -> list[Sample]:
-        """Publish, prepare, and have one rank after the other pull."""
-        engines = self.engines
-        batch = engines.publish_prepared(self.case, count)
-        samples = []
-        for rank in engines.pair.engine("decode"):
-            samples += engines.ranks["decode", rank].call(BenchRank.pull_all, batch, window)
-        engines.release(batch)
-        return samples
 
 
 def _covered_bytes(engines: RunningEngines) -> int:

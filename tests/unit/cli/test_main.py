@@ -19,7 +19,7 @@ from kvxferd.cli.root import root
 from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, flag_name
 from kvxferd.ids import TransferId
 from kvxferd.records import NodeSnapshot
-from kvxferd.tooling.output import format_bytes, format_count, format_duration, plain_text
+from kvxferd.tooling.output import format_bytes, format_count, plain_text
 from tests.support.node_samples import StillNode, node_snapshot
 from tests.support.python_process import run_kvxferd
 from tests.support.verb_harness import daemon, run
@@ -65,11 +65,6 @@ def test_what_cannot_be_done_is_one_line(
 )
 def test_sizes(count: int, want: str) -> None:
     assert format_bytes(count) == want
-
-
-@pytest.mark.parametrize(("seconds", "want"), [(0.0000125, "12.5 us"), (0.0123, "12.3 ms"), (61, "61.0 s")])
-def test_times(seconds: float, want: str) -> None:
-    assert format_duration(seconds) == want
 
 
 def test_names_from_outside_cannot_steer_a_terminal() -> None:

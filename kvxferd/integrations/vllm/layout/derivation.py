@@ -44,6 +44,7 @@ from kvxferd.layout import (
     GroupKind,
     RankLayout,
     RegionSpec,
+    TensorRegion,
     TokenShard,
     UnitRange,
 )
@@ -56,29 +57,13 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheStorage:
-    """One of vLLM's allocations, which becomes a region."""
-
-    region: RegionId
-    address: int
-    size_bytes: int
-    device: str  # torch's type of device, "cpu" or "cuda"
-    owner: torch.UntypedStorage = dataclasses.field(repr=False)  # keeps the allocation alive
-
-
-@dataclasses.dataclass(frozen=True)
 class DerivedCaches:
     """A rank's layout, the allocations behind its regions, and each group's tensors."""
 
     layout: RankLayout
-    storages: tuple[CacheStorage, ...]
+    storages: tuple[TensorRegion, ...]
     tensors: Mapping[GroupName, tuple[torch.Tensor, ...]]
     opaque_layers: Mapping[str, int] = dataclasses.field(default_factory=dict)  # number, by backend or mixer
-
-    @property
-    def regions(self) -> dict[RegionId, tuple[int, int, torch.UntypedStorage]]:
-        """Return the address, size in bytes and owner of each region."""
-        return {s.region: (s.address, s.size_bytes, s.owner) for s in self.storages}
 
 
 def derive_layout(
@@ -108,7 +93,7 @@ class _Derivation:
         self._worker = worker
         self._groups = dict(zip((g.index for g in groups.groups), groups.groups, strict=True))
         self._names = dict(zip((g.index for g in groups.groups), groups.names, strict=True))
-        self._storages: dict[int, CacheStorage] = {}
+        self._storages: dict[int, TensorRegion] = {}
         self._per_id: dict[int, int] = {}  # kernel blocks in an id, by group
         self._shared_pages = SharedPages()
         self._tensors: list[CacheTensor] = []
@@ -201,7 +186,9 @@ class _Derivation:
         start = storage.data_ptr()
         if start not in self._storages:
             region = RegionId(f"kv.{len(self._storages)}")
-            self._storages[start] = CacheStorage(region, start, storage.nbytes(), tensor.device.type, storage)
+            self._storages[start] = TensorRegion(
+                region, start, storage.nbytes(), tensor.device.type, (storage,)
+            )
         found = self._storages[start]
         return tensor_view(tensor, found.region, found.address)
 

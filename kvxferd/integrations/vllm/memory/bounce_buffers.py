@@ -9,7 +9,8 @@ import numpy as np
 
 from kvxferd.client import BlockList
 from kvxferd.ids import GroupName, RegionId
-from kvxferd.integrations.vllm.layout.derivation import CacheStorage, DerivedCaches
+from kvxferd.integrations.vllm.layout.derivation import DerivedCaches
+from kvxferd.layout import TensorRegion
 from kvxferd.memory import SealedMemory
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class BounceBuffers:
     def __init__(self, derived: DerivedCaches, buffers: Mapping[RegionId, SealedMemory]) -> None:
         """Pair each tensor with its buffer. `buffers` has one of the region's size for each copied region."""
         tensors = {region: memory.torch() for region, memory in buffers.items()}
-        by_address = {s.owner.data_ptr(): s for s in derived.storages if s.region in buffers}
+        by_address = {s.address: s for s in derived.storages if s.region in buffers}
         self._pairs: dict[GroupName, list[_Pair]] = {}
         for group in derived.layout.groups:
             seen: set[tuple[int, tuple[int, ...]]] = set()
@@ -65,7 +66,7 @@ class BounceBuffers:
         return selected
 
 
-def _pair(tensor: torch.Tensor, storage: CacheStorage, buffer: torch.Tensor, num_blocks: int) -> _Pair:
+def _pair(tensor: torch.Tensor, storage: TensorRegion, buffer: torch.Tensor, num_blocks: int) -> _Pair:
     """Return a tensor with its copy: the same bytes at the same offset of the buffer."""
     import torch
 

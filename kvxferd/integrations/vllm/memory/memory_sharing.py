@@ -10,10 +10,10 @@ from kvxferd.engine.placement_search import PlacementSearch
 from kvxferd.engine.rank_sharing import RankSharing
 from kvxferd.errors import EngineError
 from kvxferd.ids import RegionId
-from kvxferd.integrations.vllm.layout.derivation import CacheStorage, DerivedCaches
+from kvxferd.integrations.vllm.layout.derivation import DerivedCaches
 from kvxferd.integrations.vllm.memory.bounce_buffers import BounceBuffers
 from kvxferd.integrations.vllm.options import Options, connect_to_daemon
-from kvxferd.layout import EngineSpec
+from kvxferd.layout import EngineSpec, TensorRegion
 from kvxferd.memory import MemoryPlacement, SealedMemory
 from kvxferd.memory.adopt import adopt as adopt_pages
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
@@ -29,7 +29,7 @@ class SharedCaches:
     regions: tuple[Region, ...]
     report: tuple[str, ...]  # one sentence for each allocation: how it is shared, and why not adopted
     bounce_buffers: BounceBuffers | None = None  # for memory that is not adopted; None: all of it is
-    storages: tuple[CacheStorage, ...] = ()  # the regions' allocations, in the same order
+    storages: tuple[TensorRegion, ...] = ()  # the regions' allocations, in the same order
 
     @property
     def is_resident(self) -> bool:
@@ -91,7 +91,7 @@ def share_memory(
     return SharedCaches(tuple(regions), tuple(report), bounce_buffers, derived.storages)
 
 
-def device_region(storage: CacheStorage, placement: MemoryPlacement) -> tuple[Region, str]:
+def device_region(storage: TensorRegion, placement: MemoryPlacement) -> tuple[Region, str]:
     """Return the region of device memory, and a sentence on how it is shared. Raises DeviceError.
 
     Only memory that was allocated to be shared can be exported (CUDA VMM with a shareable handle). A
@@ -138,7 +138,7 @@ def register_rank(
     )
 
 
-def _try_adopt(storage: CacheStorage) -> tuple[Region | None, str]:
+def _try_adopt(storage: TensorRegion) -> tuple[Region | None, str]:
     """Return the region of a host allocation shared in place, or None and the reason."""
     try:
         found = adopt_pages(storage.address, storage.size_bytes)
@@ -147,5 +147,5 @@ def _try_adopt(storage: CacheStorage) -> tuple[Region | None, str]:
     return Region(storage.region, found.memory, found.offset), ""
 
 
-def _describe(storage: CacheStorage) -> str:
+def _describe(storage: TensorRegion) -> str:
     return f"{storage.region} ({storage.size_bytes / 2**20:.1f} MiB on {storage.device})"

@@ -67,7 +67,7 @@ class TestAttention:
         cache = a_cache()
         derived = valid(derive_layout({name(1): cache}, [a_layer()], FULL, WORKER))
         key, value = tensor_of(derived, "k"), tensor_of(derived, "v")
-        (address, size, _) = derived.regions[key.region]
+        address, size = next((s.address, s.size_bytes) for s in derived.storages if s.region == key.region)
         storage = cache.untyped_storage()
         assert (address, size) == (storage.data_ptr(), storage.nbytes())
         assert address + key.offset == cache.data_ptr()

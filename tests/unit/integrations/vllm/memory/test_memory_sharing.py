@@ -11,7 +11,7 @@ import torch
 from kvxferd.client import BlockList
 from kvxferd.errors import Code, DeviceError
 from kvxferd.ids import RegionId
-from kvxferd.integrations.vllm.layout.derivation import CacheStorage, DerivedCaches, derive_layout
+from kvxferd.integrations.vllm.layout.derivation import DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.layout.facts import (
     AttentionFacts,
     CacheGroup,
@@ -22,6 +22,7 @@ from kvxferd.integrations.vllm.layout.facts import (
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.memory.gpu_placement import placements_for
 from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches, device_region, share_memory
+from kvxferd.layout import TensorRegion
 from kvxferd.memory import MemoryPlacement, SealedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver import Driver
@@ -143,9 +144,9 @@ class TestDevices:
         monkeypatch.setenv("KVXFERD_DRIVER", FAKE)
         return open_driver()
 
-    def storage(self, address: int, size_bytes: int) -> CacheStorage:
+    def storage(self, address: int, size_bytes: int) -> TensorRegion:
         _, derived = derived_of(SMALL)
-        return CacheStorage(RegionId("kv.0"), address, size_bytes, "cuda", derived.storages[0].owner)
+        return TensorRegion(RegionId("kv.0"), address, size_bytes, "cuda", derived.storages[0].owners)
 
     def test_memory_that_was_made_to_be_shared_is_exported(self, driver: Driver) -> None:
         uuid = driver.devices()[0].uuid
