@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import select
 import time
 
 import pytest
 
 from kvxferd.client import Delivered, Failed, PullTicket, RankHandle, Suspended
-from kvxferd.client.pulls import DEADLINE_GRACE_S
 from kvxferd.errors import Code
 from kvxferd.ids import Ticket
 from kvxferd.wire import worker
@@ -30,30 +28,6 @@ def noticed_in_doubt(stage: Stage, rank: RankHandle) -> None:
 
 def word_of(ticket: PullTicket) -> bytes:
     return encode(worker.TicketDelivered(ticket=ticket.number, bytes=3, runs=2, wire_s=0.5))
-
-
-def test_a_notice_is_an_event(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket = pulled(stage, rank)
-    stage.side.deliver(word_of(ticket))
-    assert select.select([rank.fileno()], [], [], 10.0)[0]
-    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
-    assert not select.select([rank.fileno()], [], [], 0.0)[0]
-    assert rank.poll() == []
-
-
-def test_what_the_daemon_says_of_it_later_means_nothing(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket, other = pulled(stage, rank), pulled(stage, rank)
-    stage.side.deliver(word_of(ticket))
-    failed = worker.TicketFailed(
-        ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False
-    )
-    stage.side.say(failed)
-    stage.side.say(worker.TicketQuiesced(ticket=ticket.number))
-    stage.side.say(worker.TicketDelivered(ticket=other.number, bytes=1, runs=1, wire_s=0.0))
-    assert [type(event) for event in events_of(rank, 2)] == [Delivered, Delivered]
-    assert rank.is_connected
 
 
 def test_a_notice_counts_before_the_daemons_end(stage: Stage) -> None:
@@ -84,14 +58,6 @@ def test_a_mover_that_outlives_its_daemon_is_believed(stage: Stage) -> None:
     side.close()
 
 
-def test_what_came_before_nonsense_counts(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket = pulled(stage, rank)
-    stage.side.deliver(word_of(ticket))
-    stage.side.deliver(b"nonsense")
-    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
-
-
 def test_one_that_failed_in_doubt_is_not_among_the_last_words(stage: Stage) -> None:
     rank = stage.rank()
     noticed_in_doubt(stage, rank)
@@ -99,15 +65,6 @@ def test_one_that_failed_in_doubt_is_not_among_the_last_words(stage: Stage) -> N
     rank.close()
     with pytest.raises(ConnectionError):
         stage.side.receive()
-
-
-def test_a_notice_counts_before_the_deadline(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket = pulled(stage, rank, deadline_s=0.05)
-    stage.side.deliver(word_of(ticket))
-    # No event tells when the client's own timer is due too: by the notice its descriptor is readable already.
-    time.sleep(0.05 + DEADLINE_GRACE_S + 0.25)
-    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
 
 
 def test_a_notice_after_a_failure_in_doubt_gives_the_blocks_back(stage: Stage) -> None:

@@ -134,18 +134,6 @@ def test_ids_may_be_changed_once_publish_has_returned(stage: Stage) -> None:
     assert list(unpack_ids(stage.side.expect(worker.Publish).blocks["full"].ids)) == [7, 8, 9]
 
 
-@pytest.mark.parametrize("count", [0, 3, 300_000])
-def test_lent_ids_are_sent_as_they_are(stage: Stage, count: int) -> None:
-    rank = stage.rank()
-    ids = np.arange(count, dtype=np.int32) % 16
-    rank.publish("req-1", {"full": BlockList(ids=ids, borrowed=True)}, num_tokens=max(1, count * 16))
-    assembly = BlockIdAssembly()
-    while isinstance(message := stage.side.receive()[0], BlockIds):
-        assembly.add(message)
-    assert isinstance(message, worker.Publish)
-    assert assembly.complete(message.blocks, message.stream)["full"].ids == ids.tobytes()
-
-
 @pytest.mark.parametrize(
     "ids",
     [

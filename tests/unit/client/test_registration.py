@@ -169,17 +169,6 @@ def test_a_silent_registration_times_out_and_registers_nothing_late(stage: Stage
     assert again.result(WAIT_S).is_connected
 
 
-def test_a_daemon_that_dies_during_registration_is_replaced_by_the_next(stage: Stage) -> None:
-    client = stage.client()
-    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
-    first = stage.side.expect(worker.Register)
-    stage.daemon.restart()
-    side = stage.accept()
-    second = side.register(stage.new_mover())
-    assert second.incarnation == first.incarnation
-    assert registering.result(WAIT_S).is_connected
-
-
 def test_close_is_idempotent_and_ends_the_thread(stage: Stage) -> None:
     before = threading.active_count()
     rank = stage.rank()
