@@ -204,21 +204,6 @@ def test_publishes_that_are_refused_here(stage: Stage, wrong: dict[str, object])
     assert stage.side.is_silent()
 
 
-def test_ready_and_unpublish_are_passed_on(stage: Stage) -> None:
-    rank = stage.rank()
-    ref = rank.publish("req-1", blocks(), num_tokens=48)
-    stage.side.expect(worker.Publish)
-    rank.ready("req-1")
-    assert stage.side.expect(worker.Ready).transfer_id == "req-1"
-    rank.unpublish(ref)
-    assert stage.side.expect(worker.Unpublish).transfer_id == "req-1"
-    assert rank.poll() == []  # the blocks are not the engine's before Released
-    stage.side.say(worker.Released(transfer_id="req-1", why=Code.UNPUBLISHED))
-    assert one_event(rank) == Released("req-1", Code.UNPUBLISHED)
-    rank.unpublish(ref)  # over already: says nothing
-    assert stage.side.is_silent()
-
-
 def test_a_rank_hears_of_transfers_that_another_session_published(stage: Stage) -> None:
     rank = stage.rank()
     rank.ready("from-the-scheduler")

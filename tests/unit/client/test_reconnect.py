@@ -165,14 +165,6 @@ def test_a_lease_that_ends_without_a_daemon(stage: Stage) -> None:
     assert stage.rejoin().is_silent()
 
 
-def test_a_lease_that_ends_while_a_daemon_is_there_is_the_daemons_affair(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.publish("req-1", blocks(), num_tokens=48, lease_s=0.05)  # readers' grants extend it
-    stage.side.expect(worker.Publish)
-    assert stage.side.is_silent(0.2)
-    assert rank.poll() == []
-
-
 def test_unpublish_without_a_daemon_is_done_at_once(stage: Stage) -> None:
     rank = stage.rank()
     requested = rank.publish("asked", blocks(), num_tokens=48)
