@@ -35,6 +35,12 @@ def refusal(made: Engine) -> KvxferdError:
     return caught.value
 
 
+@pytest.mark.parametrize(("tp", "pp", "layers"), [(1, 1, 2), (4, 2, 6), (2, 3, 5), (1, 4, 7)])
+def test_complete_engines_pass(tp: int, pp: int, layers: int) -> None:
+    """Uneven stages included."""
+    check_engine(engine(tp=tp, pp=pp, layers=layers))
+
+
 @pytest.mark.parametrize(
     ("made", "words"),
     [
