@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvxferd.client import Client, Delivered, Disconnected, Event, RankHandle, aio, connect
+from kvxferd.client import Client, Delivered, Disconnected, Event, PublishRefused, RankHandle, aio, connect
 from kvxferd.client.aio import AsyncPull, Awaiter, PublishRefusedError, PullFailed, in_thread
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.wire import worker
 from tests.support.client_harness import LAYOUT, REF, REGION, SPEC, Stage, blocks
 from tests.support.scripted_daemon import WAIT_S
 
+DELIVERED = {"bytes": 1, "runs": 1, "wire_s": 0.1}
 FAILED = {"code": Code.CANCELLED, "message": "cannot pull"}
 
 
@@ -150,6 +151,24 @@ class TestReleased:
         stage.side.say(worker.Released(transfer_id="t", why=Code.COMPLETED))
         assert (await soon(ending)).why is Code.COMPLETED
 
+    async def test_a_refusal_that_nobody_awaited_is_not_the_next_ones(
+        self, stage: Stage, rank: RankHandle, awaiter: Awaiter
+    ) -> None:
+        seen: asyncio.Queue[Event] = asyncio.Queue()
+        watching = await begun(collect(awaiter, seen))
+        for message in (
+            worker.PublishRefused(transfer_id="t", code=Code.BUSY, message="full"),
+            worker.Released(transfer_id="t", why=Code.COMPLETED),
+        ):
+            rank.publish("t", blocks(), num_tokens=48)
+            await aside(stage.side.expect, worker.Publish)
+            stage.side.say(message)
+            event = await soon(seen.get())
+        assert not isinstance(event, PublishRefused)
+        assert (await soon(awaiter.released("t"))).why is Code.COMPLETED
+        await awaiter.close()
+        await soon(watching)
+
     async def test_of_many_those_that_ended_first_are_forgotten(
         self, stage: Stage, rank: RankHandle, awaiter: Awaiter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -223,6 +242,23 @@ class TestPulls:
         stage.side.say(worker.TicketQuiesced(ticket=requested.ticket))
         await soon(is_safe)
         assert awaiter.pulls_in_doubt == ()
+
+    async def test_waiting_for_safety_may_be_cancelled_and_repeated(
+        self, stage: Stage, rank: RankHandle, awaiter: Awaiter
+    ) -> None:
+        pull, requested = await pulled(stage, rank, awaiter)
+        await cancelled(await begun(pull.safe()))
+        stage.side.say(worker.TicketFailed(ticket=requested.ticket, safe_to_reuse=True, **FAILED))
+        await soon(pull.safe())
+
+    async def test_a_delivery_that_was_quicker_than_the_cancel(
+        self, stage: Stage, rank: RankHandle, awaiter: Awaiter
+    ) -> None:
+        pull, requested = await pulled(stage, rank, awaiter)
+        await cancelled(await begun(pull))
+        stage.side.say(worker.TicketDelivered(ticket=requested.ticket, **DELIVERED))
+        await soon(pull.safe())
+        assert isinstance(await soon(pull), Delivered)
 
     async def test_a_session_that_is_closed_leaves_doubt(
         self, stage: Stage, rank: RankHandle, awaiter: Awaiter

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from kvxferd.client import Delivered, Failed, PullTicket, RankHandle, Suspended
+from kvxferd.client.pulls import DEADLINE_GRACE_S
 from kvxferd.errors import Code
 from kvxferd.ids import Ticket
 from kvxferd.wire import worker
@@ -65,6 +66,15 @@ def test_one_that_failed_in_doubt_is_not_among_the_last_words(stage: Stage) -> N
     rank.close()
     with pytest.raises(ConnectionError):
         stage.side.receive()
+
+
+def test_a_notice_counts_before_the_deadline(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = pulled(stage, rank, deadline_s=0.05)
+    stage.side.deliver(word_of(ticket))
+    # No event tells when the client's own timer is due too: by the notice its descriptor is readable already.
+    time.sleep(0.05 + DEADLINE_GRACE_S + 0.25)
+    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
 
 
 def test_a_notice_after_a_failure_in_doubt_gives_the_blocks_back(stage: Stage) -> None:

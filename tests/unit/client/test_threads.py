@@ -7,14 +7,54 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvxferd.client import Disconnected, Failed, Released
+from kvxferd.client import Delivered, Disconnected, Failed, Released
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.wire import worker
 from tests.support.client_harness import REF, Stage, blocks, events_of
 from tests.support.scripted_daemon import WAIT_S
+
+NUM_THREADS, EACH = 8, 50
+
+
+def test_many_threads_publish_pull_and_poll(stage: Stage) -> None:
+    rank = stage.rank()
+    serving = stage.calling(_serve, stage, NUM_THREADS * EACH)
+    start = threading.Barrier(NUM_THREADS)
+
+    def work(thread: int) -> list[object]:
+        start.wait()
+        events: list[object] = []
+        for number in range(EACH):
+            rank.publish(f"t{thread}-{number}", blocks(1), num_tokens=16)
+            rank.pull(REF, blocks(2), num_tokens=16, deadline_s=30.0)
+            events += rank.poll()
+        return events
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        events = [event for part in pool.map(work, range(NUM_THREADS)) for event in part]
+    serving.result(WAIT_S)
+    if missing := 2 * NUM_THREADS * EACH - len(events):
+        events += events_of(rank, missing)
+    tickets = [event.ticket.number for event in events if isinstance(event, Delivered)]
+    released = [event.transfer_id for event in events if isinstance(event, Released)]
+    assert sorted(tickets) == list(range(1, NUM_THREADS * EACH + 1))
+    assert len(set(released)) == len(released) == NUM_THREADS * EACH
+
+
+def _serve(stage: Stage, number: int) -> None:
+    """Deliver every pull and release every publish."""
+    for _ in range(2 * number):
+        match stage.side.receive()[0]:
+            case worker.PullRequest(ticket=ticket):
+                stage.side.say(worker.TicketDelivered(ticket=ticket, bytes=1, runs=1, wire_s=0.0))
+            case worker.Publish(transfer_id=transfer_id):
+                stage.side.say(worker.Released(transfer_id=transfer_id, why=Code.COMPLETED))
+            case other:
+                raise AssertionError(other)
 
 
 def test_closing_while_others_call(stage: Stage) -> None:
