@@ -85,21 +85,6 @@ class TestGroupsAndStages:
             ("1.sliding", 31),
         ]
 
-    def test_groups_may_overlay_one_tensor(self) -> None:
-        """A hybrid's pages: whoever owns the block says what it is."""
-        groups = CacheGroups(
-            (CacheGroup(0, CacheKind.FULL, TOKENS), CacheGroup(1, CacheKind.STATE, TOKENS)), 2
-        )
-        buffer = torch.zeros(BLOCKS * 2048, dtype=torch.int8)
-        attention = torch.as_strided(buffer, (BLOCKS, 2, TOKENS, 32), (2048, 512, 32, 1)).view(torch.bfloat16)
-        page = torch.as_strided(buffer, (BLOCKS, 1, 1, 96 + 128), (2048, 224, 224, 1))
-        state = StateFacts("mamba1", ((16, 3), (16, 4)), (("bfloat16", 2), ("bfloat16", 2)), True)
-        layers = [a_layer(), LayerFacts("model.layers.2.mixer", 1, state)]
-        caches = {name(1): attention, "model.layers.2.mixer": page}
-        derived = valid(derive_layout(caches, layers, groups, WORKER))
-        assert len(derived.storages) == 1
-        assert tensor_of(derived, "conv.x", 2).offset == tensor_of(derived, "k").offset
-
     @pytest.mark.parametrize(
         ("kernel_tokens", "page_bytes", "is_enough"),
         [
