@@ -182,7 +182,7 @@ PROOFS = (
         paths=(*DAEMON, *CLUSTER),
     ),
     Proof(
-        "game-day", 7, "tests.proofs.game_day", tests="tests/proofs/game_day",
+        "game-day", 7, "tests.proofs.game_day",
         paths=("kvxferd/telemetry", "kvxferd/doctor", "tests/proofs/game_day"),
     ),
     Proof(

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from kvxferd.errors import BusyError, Code, EngineError
@@ -15,20 +14,16 @@ from kvxferd.errors import BusyError, Code, EngineError
 class Counter:
     """Counts, and misbehaves on demand."""
 
-    def __init__(self, start: int = 0, closed: Path | None = None, progressing: int = 0) -> None:
+    def __init__(self, start: int = 0, progressing: int = 0) -> None:
         if start < 0:
             raise EngineError("cannot count: it starts below zero", Code.BAD_REQUEST)
         self.number = start
-        self._closed = closed
         self._progressing = progressing
         self._num_steps = 0
 
-    def add(self, number: int, *, twice: bool = False) -> int:
-        self.number += number * (1 + twice)
+    def add(self, number: int) -> int:
+        self.number += number
         return self.number
-
-    def echo(self, value: Any) -> Any:
-        return value
 
     def progress(self) -> bool:
         """Return False at the last step."""
@@ -40,9 +35,6 @@ class Counter:
 
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def refuse(self) -> None:
         raise BusyError("cannot count: it counts already; try again", 1.0)
@@ -62,12 +54,3 @@ class Counter:
 
     def hang(self) -> None:
         time.sleep(1000)
-
-    def close(self) -> None:
-        if self._closed is not None:
-            self._closed.write_text("closed")
-
-
-def doubled(counter: Counter) -> int:
-    """A function beside the class may be called as a method may."""
-    return 2 * counter.number

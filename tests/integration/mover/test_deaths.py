@@ -256,15 +256,6 @@ def test_a_killed_daemon_leaves_nothing_and_its_lock_tells_when(tmp_path: Path) 
         os.close(pidfd)
 
 
-async def test_without_a_plugin_the_reason_is_told(tmp_path: Path) -> None:
-    async with Node("here", environment={"NIXL_PLUGIN_DIR": str(tmp_path)}) as node:
-        for _ in range(2):
-            with pytest.raises(MoverError) as raised:
-                await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)
-            assert raised.value.code is Code.NIXL_UNAVAILABLE
-        assert node.pool.status().reason == raised.value.message
-
-
 async def test_a_parent_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     python = sys.executable
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")

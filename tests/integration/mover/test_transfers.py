@@ -17,26 +17,6 @@ from tests.support.mover_harness import WORD, Connect, Node, Served, Worker, ser
 Make = Callable[..., Worker]
 
 
-async def test_a_pull_delivers_the_published_bytes(pair: tuple[Node, Node], make_worker: Make) -> None:
-    there, here = pair
-    ours, theirs = make_worker("D"), make_worker("P")
-    theirs.fill(1)
-    ours.fill(2)
-    before = ours.blocks(range(64))
-    source = await serve(there, theirs)
-    reader = await sink(here, ours, [source])
-    source.page.write(7, WORD)
-    into, out_of = [3, 9, 4, 60], [8, 7, 50, 0]
-    outcome = await reader.outcome(reader.start([source], source.place(7, WORD), into, out_of))
-    assert (outcome.delivered, outcome.started, outcome.finished, outcome.code) == (True, True, True, None)
-    assert outcome.bytes == 4 * ours.blocks([0]).size
-    assert min(outcome.wire_s, outcome.fence_s, outcome.expand_s, outcome.post_s) > 0
-    assert np.array_equal(ours.blocks(into), theirs.blocks(out_of))
-    others = [b for b in range(64) if b not in into]
-    assert np.array_equal(ours.blocks(others), before[:, others]), "bytes outside the pull changed"
-    source.close()
-
-
 async def test_a_word_that_changed_is_no_delivery(pair: tuple[Node, Node], connect: Connect) -> None:
     there, here = pair
     source, reader = await connect(there, here)

@@ -47,13 +47,6 @@ def test_nixl_that_cannot_be_imported_is_a_finding(tmp_path: Path):
     assert found.of("same_node")["verdict"] == "no"
 
 
-def test_a_home_that_cannot_be_read_does_not_keep_nixl_from_starting(tmp_path: Path):
-    found = examine("--check", "software", environment={"HOME": str(tmp_path / "not-there")})
-    assert found.of("home")["verdict"] == "warn"
-    assert str(tmp_path / "not-there") in found.of("home")["found"]
-    assert found.of("nixl")["verdict"] == "ok"
-
-
 def test_transports_that_the_operator_has_narrowed_are_named_as_the_reason():
     found = examine("--check", "same_node", environment={"UCX_TLS": tls_with_cuda("tcp")})
     slow = found.of("same_node")

@@ -1,10 +1,9 @@
 """Strike one fault after another, and write what each output showed.
 
-    python -m tests.proofs.game_day [--out DIRECTORY] [--alerts] [FAULT...]
+    python -m tests.proofs.game_day [--out DIRECTORY] [FAULT...]
 
-Writes a file for each fault with the outputs of both nodes, and `table.md`. With --alerts a Prometheus
-scrapes both nodes, and `table.md` has the alerts that fired, whose durations are divided by 60. Exits
-with 1 where the verdict did not name a fault, or no output did.
+Writes a file for each fault with the outputs of both nodes, and `table.md`. Exits with 1 where the verdict
+did not name a fault, or no output did. Which alerts fire: `make proofs ONLY=monitoring`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.proofs.game_day.faults import FAULTS, Fault
-from tests.proofs.game_day.stage import Stage
 from tests.support.nodes.waiting import comes_true
 
 LIMIT_S = 45.0
-ALERTS_S = 15.0  # more, for the longest window of an alert, 10 s, and its `for`
 AFTER_S = 6.0  # after the sign, for the failures that follow it
 PULLS_BEFORE = 20
 
@@ -37,7 +34,6 @@ class Result:
     began_s: dict[tuple[str, str], float]  # by node and sign, after the strike
     outputs: dict[str, dict[str, str]]
     named_by: dict[str, bool] = field(default_factory=dict)
-    alerts_s: dict[tuple[str, str], float] = field(default_factory=dict)  # by node and alert
 
     @property
     def is_hidden(self) -> bool:
@@ -46,10 +42,8 @@ class Result:
         return bool(sign and (self.fault.node, sign) not in self.began_s) or not any(self.named_by.values())
 
 
-def run(
-    fault: Fault, directory: Path, nodes: Sequence[str] = ("prefill", "decode"), after_s: float = AFTER_S
-) -> Result:
-    """Strike a fault, wait for its sign and `after_s` more, and read the outputs of `nodes`."""
+def run(fault: Fault, directory: Path) -> Result:
+    """Strike a fault, wait for its sign and AFTER_S more, and read the outputs of both nodes."""
     stage = fault.make(directory)
     try:
         if fault.strike is None:
@@ -60,10 +54,9 @@ def run(
             before, struck = set(stage.seen), time.time()
             fault.strike(stage)
         comes_true(lambda: not fault.sign or (fault.node, fault.sign) in stage.seen, LIMIT_S)
-        time.sleep(after_s + (ALERTS_S if stage.has_prometheus else 0.0))
+        time.sleep(AFTER_S)
         began = {key: max(0.0, since - struck) for key, since in stage.seen.items() if key not in before}
-        result = Result(fault, began, stage.outputs(nodes))
-        result.alerts_s = {key: at - struck for key, at in stage.alerts.items()}
+        result = Result(fault, began, stage.outputs())
         texts = fault.names(stage)
         result.named_by = {
             name: any(text in shown for text in texts)
@@ -85,14 +78,10 @@ def write(result: Result, directory: Path) -> None:
 def table(results: Sequence[Result]) -> str:
     """Return the results as a Markdown table."""
     heads = ["fault", "read at", "in the verdict, seconds after the strike", "cause named by"]
-    if any(result.alerts_s for result in results):
-        heads.append("alerts, seconds after the strike")
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for result in results:
         began = _in_order(result.began_s, result.fault.node) or "none"
         cells = [result.fault.title, result.fault.node, began, _named_by(result)]
-        if len(heads) > len(cells):
-            cells.append(_in_order(result.alerts_s, result.fault.node) or "none")
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
@@ -116,14 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named faults, or all. Return the exit status."""
     parser = argparse.ArgumentParser(prog="game_day", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/game-day"), help="for the files")
-    parser.add_argument("--alerts", action="store_true", help="with a Prometheus; needs Debian's prometheus")
     names = [fault.name for fault in FAULTS]
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"of {', '.join(names)}; all by default")
     chosen = parser.parse_args(arguments)
     unknown = [name for name in chosen.faults if name not in names]
     if unknown:
         parser.error(f"no such fault: {', '.join(unknown)}; there are {', '.join(names)}")
-    Stage.has_prometheus = chosen.alerts
     chosen.out.mkdir(parents=True, exist_ok=True)
     results = []
     for fault in FAULTS:

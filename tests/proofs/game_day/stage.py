@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import spec_of
 from tests.support.nodes.waiting import comes_true
-from tests.support.ports import free_port
-from tests.support.prometheus_server import PrometheusServer
 from tests.support.pull_traffic import PullTraffic
 
 PAUSE_S = 0.05
@@ -37,12 +34,7 @@ VERBS = {
 
 
 class Stage:
-    """A prefill and a decode node. `seen` has when each of `SIGNS` was first in its verdict, by node.
-
-    With `has_prometheus` a Prometheus scrapes both, and `alerts` has when each alert fired first, by node.
-    """
-
-    has_prometheus = False
+    """A prefill and a decode node. `seen` has when each of `SIGNS` was first in its verdict, by node."""
 
     def __init__(
         self,
@@ -52,10 +44,8 @@ class Stage:
         **environ: str,
     ) -> None:
         self.fleet = Fleet(directory)
-        self.alerts: dict[tuple[str, str], float] = {}
-        self._prometheus = PrometheusServer(directory / "prometheus") if self.has_prometheus else None
-        self.prefill = self._daemon("prefill", prefill_flags, environ)
-        self.decode = self._daemon("decode", decode_flags, environ)
+        self.prefill = self.fleet.daemon("prefill", *prefill_flags, **environ)
+        self.decode = self.fleet.daemon("decode", *decode_flags, **environ)
         self.nodes = {"prefill": self.prefill, "decode": self.decode}
         self.endpoints = {name: node.endpoint for name, node in self.nodes.items()}
         self.seen: dict[tuple[str, str], float] = {}
@@ -71,26 +61,15 @@ class Stage:
         self._over.set()
         self.traffic.close()
         self._watcher.join(10)
-        if self._prometheus is not None:
-            self._prometheus.close()
         self.fleet.stop()
-
-    def _daemon(self, name: str, flags: tuple[str, ...], environ: dict[str, str]) -> Daemon:
-        if self._prometheus is None:
-            return self.fleet.daemon(name, *flags, **environ)
-        port = free_port()
-        daemon = self.fleet.daemon(name, *flags, "--http-bind", f"127.0.0.1:{port}", **environ)
-        self._prometheus.watch(name, port)
-        return daemon
 
     def await_traffic(self, num_pulls: int, limit_s: float = 60.0) -> None:
         """Return once so many pulls have ended."""
         comes_true(lambda: self.traffic.num_ended >= num_pulls, limit_s)
 
-    def outputs(self, nodes: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Return what each output of those nodes that live shows now."""
-        living = {name: self.nodes[name] for name in nodes if self.nodes[name].exit_code is None}
-        return {name: _outputs_of(node) for name, node in living.items()}
+    def outputs(self) -> dict[str, dict[str, str]]:
+        """Return what each output of the nodes that live shows now."""
+        return {name: _outputs_of(node) for name, node in self.nodes.items() if node.exit_code is None}
 
     def verdict(self, name: str) -> str:
         """Return a node's verdict; "" of one that does not answer."""
@@ -107,10 +86,6 @@ class Stage:
                 for sign in SIGNS:
                     if sign in verdict:
                         self.seen.setdefault((name, sign), time.time())
-            if self._prometheus is not None:
-                for alert in self._prometheus.firing():
-                    labels = alert["labels"]
-                    self.alerts.setdefault((labels.get("instance", ""), labels["alertname"]), time.time())
 
 
 def _outputs_of(node: Daemon) -> dict[str, str]:

@@ -12,18 +12,14 @@ import msgspec
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import Rank
 from kvxferd.layout import (
-    CacheTensor,
     EngineSpec,
     Group,
     GroupKind,
     PackedBlocks,
     RankLayout,
-    RegionSpec,
-    TokenShard,
-    UnitRange,
     pack_ids,
 )
-from kvxferd.layout.presets import attention_layout
+from kvxferd.layout.presets import deploy
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import (
     Expander,
@@ -41,7 +37,6 @@ from tests.support.fetched_engine import HOME, FetchedEngine
 MAX_PARTS = 3
 TOKENS = 11
 BLOCK_TOKENS = 4
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -54,69 +49,27 @@ class Pair:
     remote_layouts: list[Any]
 
 
-def _pair(local: list[tuple[EngineSpec, RankLayout]], remote: list[tuple[EngineSpec, RankLayout]]) -> Pair:
+def _pair(model: str, here: dict[str, Any], there: dict[str, Any]) -> Pair:
+    """Return two deployments of a model, of so many choices."""
+    small = {"block_tokens": BLOCK_TOKENS, "num_blocks": 8}
+    local = next(iter(deploy(model, engine_id="a", **small, **here).values()))
+    remote = deploy(model, engine_id="b", **small, **there).values()
     trees = msgspec.to_builtins
-    return Pair(
-        trees(local[0][0]),
-        trees(local[0][1]),
-        [trees(spec) for spec, _ in remote],
-        [trees(layout) for _, layout in remote],
-    )
-
-
-def _attention(name: str, tp: int, layout: str) -> list[tuple[EngineSpec, RankLayout]]:
-    ranks = []
-    for tp_rank in range(tp):
-        spec = EngineSpec(name, "g", num_layers=2, tp_size=tp, tp_rank=tp_rank, num_kv_heads=2)
-        made = attention_layout(
-            spec=spec, num_kv_heads=2, head_dim=4, block_tokens=BLOCK_TOKENS, num_blocks=8, layout=layout
-        )
-        ranks.append((spec, made))
-    return ranks
-
-
-def _hybrid(name: str, shards: int, chunks: int) -> list[tuple[EngineSpec, RankLayout]]:
-    """A windowed attention layer whose tokens are sharded, and a state in chunks, in one region."""
-    ranks = []
-    for index in range(shards):
-        spec = EngineSpec(name, "g", num_layers=2, tp_size=shards, tp_rank=index)
-        shard = TokenShard(shards, index, 2) if shards > 1 else TokenShard()
-        groups = (
-            Group(
-                "full", 8, BLOCK_TOKENS, sliding_window=8, token_shard=shard, physical_blocks_per_logical=2
-            ),
-            Group("state", 4, 0, GroupKind.STATE),
-        )
-        size = 64 // chunks
-        tensors = (
-            CacheTensor(0, "latent", "full", "kv", 0, 64, 32, 0, (UnitRange(0, 1),), 32),
-            CacheTensor(
-                1,
-                "ssm",
-                "state",
-                "kv",
-                MIB // 2,
-                4096,
-                0,
-                128,
-                (UnitRange(0, 4), UnitRange(8, 12)),
-                size,
-                num_chunks=chunks,
-                chunk_stride=128 // chunks,
-            ),
-        )
-        ranks.append((spec, RankLayout(0, 2, groups, tensors, (RegionSpec("kv", MIB),))))
-    return ranks
+    return Pair(*map(trees, local), [trees(spec) for spec, _ in remote], [trees(made) for _, made in remote])
 
 
 @functools.cache
 def pairs() -> tuple[Pair, ...]:
     """What the changes start from; every one of them can be read as it is."""
+    windows_on_two: dict[str, Any] = {"cp": 2, "interleave": 2}
+    states_by_rows: dict[str, Any] = {"tp": 2, "layout": "NHD+SD"}
     return (
-        _pair(_attention("a", 2, "HND"), _attention("b", 1, "NHD")),
-        _pair(_attention("a", 1, "NHD"), _attention("b", 2, "HND")),
-        _pair(_hybrid("a", 1, 1), _hybrid("b", 2, 4)),
-        _pair(_hybrid("a", 2, 4), _hybrid("b", 1, 1)),
+        _pair("tiny-dense", {"tp": 2}, {"layout": "NHD"}),
+        _pair("tiny-dense", {"layout": "NHD"}, {"tp": 2}),
+        _pair("tiny-sliding", {}, windows_on_two),
+        _pair("tiny-sliding", windows_on_two, {}),
+        _pair("tiny-gdn", {}, states_by_rows),
+        _pair("tiny-gdn", states_by_rows, {}),
     )
 
 

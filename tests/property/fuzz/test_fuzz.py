@@ -92,19 +92,3 @@ def test_no_descriptor_is_lost_whatever_a_stream_says(chunks):
         link.close()
         theirs.close()
     assert num_open_fds(collect=False) <= before
-
-
-def test_descriptors_of_a_frame_before_a_bad_one_are_closed():
-    """Both come in one chunk: the good frame is never handed on."""
-    before = num_open_fds()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    link = FrameSocket(ours)
-    passed = os.dup(0)
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [passed]))]
-    theirs.sendmsg([HEADER.pack(0, 1, 0) + HEADER.pack(0, 0, 7)], rights)
-    os.close(passed)
-    with pytest.raises(ProtocolError):
-        link.receive()
-    link.close()
-    theirs.close()
-    assert num_open_fds() == before

@@ -1,6 +1,6 @@
 """What all producers send is what all consumers read, in the same runs; every byte of those is checked.
 
-`test_any_to_any` compares the readers' runs with brute force, and random_pairs moves those of the table.
+`test_any_to_any` compares the readers' runs with brute force.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from kvxferd.layout import PackedBlocks, RankLayout
 from kvxferd.plan import Expander, Plan, make_plan, sender_plan
 from tests.support import brute_force
 from tests.support.layout_strategies import Model, engines, lists, models
-from tests.support.layout_table import NUM_TOKENS, TABLE, engine
-from tests.support.layout_table import lists as lists_of_table
 
 Lists = Mapping[GroupName, PackedBlocks]
 Layouts = Mapping[Rank, RankLayout]
@@ -45,21 +43,6 @@ def test_the_producers_together_send_what_the_consumers_read(data: st.DataObject
     }
     moved = check(sink.ranks, source.ranks, plans, mine=mine, theirs=theirs, num_tokens=num_tokens)
     event("moved" if moved else "nothing to move")
-
-
-@pytest.mark.parametrize("row", TABLE)
-@pytest.mark.parametrize("is_swapped", [False, True])
-def test_a_row_of_the_layout_table_is_sent_as_it_is_read(row: str, is_swapped: bool) -> None:
-    """Packed and vectorised pages, hybrids, windows, shards of tokens, MLA: both ways."""
-    model, *deployments = TABLE[row]
-    first, second = (engine(model, **choices) for choices in deployments)
-    source, sink = (second, first) if is_swapped else (first, second)
-    remote = {rank: layout for rank, (_, layout) in source.items()}
-    spec = source[Rank(0, 0)][0]
-    plans = {rank: make_plan(*own, spec, remote) for rank, own in sink.items()}
-    local = {rank: layout for rank, (_, layout) in sink.items()}
-    mine, theirs = lists_of_table(sink, 1), lists_of_table(source, 5)
-    assert check(local, remote, plans, mine=mine, theirs=theirs, num_tokens=NUM_TOKENS)
 
 
 def check(

@@ -1,6 +1,5 @@
 """`kvxferd config`: what is printed, from where each setting comes, and what is never printed."""
 
-import asyncio
 import json
 import tomllib
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from kvxferd.config import SETTINGS, load_config
 from kvxferd.config.sample import sample_text
 from tests.support.node_samples import StillNode
-from tests.support.python_process import run_kvxferd
 from tests.support.verb_harness import daemon, run
 
 
@@ -106,35 +104,3 @@ async def test_no_secret_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 2
     assert "KVXFERD_PEER_CURVE_SECRET_KEY_FILE" in result.stderr
     assert "c0ffee" not in result.output
-
-
-@pytest.mark.process
-async def test_the_daemon_names_every_bad_key_as_the_check_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "k.toml"
-    file.write_text(
-        '[transfer]\nlease = 3\n[log]\nlevel = "loud\\u001b[2J"\n[nobody]\nx = 1\n["\\u001b[2J"]\n'
-        "[limits]\nmax_ranks = 0\n"
-    )
-    checked = json.loads((await run("config", "check", str(file), "--json")).stdout)["problems"]
-    monkeypatch.setenv("KVXFERD_TRANSFER_LEASE_S", "soon")
-    monkeypatch.setenv("KVXFERD_LEASE", "3")
-    flags = ["--drain-limit-s", "never"]
-    show = ["config", "show", "--here", "--config", str(file)]
-    for arguments in (["serve", "--config", str(file), *flags], show):
-        # As a process: a daemon handles signals, which a thread may not.
-        result = await asyncio.to_thread(run_kvxferd, *arguments)
-        assert (result.returncode, result.stdout) == (2, "")
-        lines = result.stderr.splitlines()
-        num_problems = len(checked) + 2 + ("serve" in arguments)
-        assert lines[0] == f"kvxferd: cannot use the configuration, for {num_problems} reasons:"
-        assert len(lines) == num_problems + 1
-        assert lines[-1].endswith(" [config-invalid]")
-        assert "\x1b" not in result.stderr
-        shown = " ".join(lines)
-        for problem in checked:
-            assert problem["message"].replace("\x1b", "\N{REPLACEMENT CHARACTER}") in shown
-        for name in ("KVXFERD_TRANSFER_LEASE_S", "KVXFERD_LEASE"):
-            assert name in shown
-        assert ("--drain-limit-s" in shown) == ("serve" in arguments)

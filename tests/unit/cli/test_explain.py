@@ -218,19 +218,3 @@ def test_a_rank_that_is_not_there(option: str, rank: str, words: str) -> None:
     result = run("llama-3-8b,tp=4", "llama-3-8b,tp=4", option, rank)
     assert result.exit_code == 2
     assert words in result.stderr
-
-
-def test_json_has_how_each_rank_is_read_and_an_advice() -> None:
-    """Heads first against tokens first: whole blocks are read, and put into order here."""
-    found = report("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4,layout=NHD", "--link", "100g")
-    assert found["link"] == "100g"
-    assert found["advice"].startswith("with HND at decode: 16 times fewer reads")
-    for read in (read for rank in found["ranks"] for read in rank["reads"]):
-        assert (read["way"], read["covering_factor"]) == ("covering", 1.0)
-        assert read["descriptors_direct"] == read["runs_per_1000_tokens"] == 80_000
-        assert read["descriptors_posted"] == 5000
-        assert 0 < read["predicted_ms"] < 80_000 * 1.4e-3
-
-
-def test_a_link_that_is_not_known() -> None:
-    assert run("llama-3-8b", "llama-3-8b", "--link", "carrier-pigeon").exit_code == 2

@@ -274,17 +274,6 @@ class TestPulls:
         assert not pull.is_safe
         assert awaiter.pulls_in_doubt == (pull,)
 
-    async def test_a_dead_daemon_quiets_its_pulls_by_its_movers_death(
-        self, stage: Stage, rank: RankHandle, awaiter: Awaiter
-    ) -> None:
-        pull, _ = await pulled(stage, rank, awaiter)
-        stage.daemon.stop()
-        stage.mover.die()
-        with pytest.raises(PullFailed) as raised:
-            await soon(pull)
-        assert raised.value.failed.safe_to_reuse
-        await soon(pull.safe())
-
 
 class TestSuspended:
     async def test_it_returns_when_the_memory_is_free(

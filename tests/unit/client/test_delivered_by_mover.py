@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import time
 
 import pytest
@@ -32,30 +31,6 @@ def word_of(ticket: PullTicket) -> bytes:
     return encode(worker.TicketDelivered(ticket=ticket.number, bytes=3, runs=2, wire_s=0.5))
 
 
-def test_a_notice_is_an_event(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket = pulled(stage, rank)
-    stage.side.deliver(word_of(ticket))
-    assert select.select([rank.fileno()], [], [], 10.0)[0]
-    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
-    assert not select.select([rank.fileno()], [], [], 0.0)[0]
-    assert rank.poll() == []
-
-
-def test_what_the_daemon_says_of_it_later_means_nothing(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket, other = pulled(stage, rank), pulled(stage, rank)
-    stage.side.deliver(word_of(ticket))
-    failed = worker.TicketFailed(
-        ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False
-    )
-    stage.side.say(failed)
-    stage.side.say(worker.TicketQuiesced(ticket=ticket.number))
-    stage.side.say(worker.TicketDelivered(ticket=other.number, bytes=1, runs=1, wire_s=0.0))
-    assert [type(event) for event in events_of(rank, 2)] == [Delivered, Delivered]
-    assert rank.is_connected
-
-
 def test_a_notice_counts_before_the_daemons_end(stage: Stage) -> None:
     rank = stage.rank()
     told, untold = pulled(stage, rank), pulled(stage, rank)
@@ -82,14 +57,6 @@ def test_a_mover_that_outlives_its_daemon_is_believed(stage: Stage) -> None:
     stage.mover.die()
     assert one_event(rank) == Delivered(ticket, 3, 2, 0.5)
     side.close()
-
-
-def test_what_came_before_nonsense_counts(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket = pulled(stage, rank)
-    stage.side.deliver(word_of(ticket))
-    stage.side.deliver(b"nonsense")
-    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
 
 
 def test_one_that_failed_in_doubt_is_not_among_the_last_words(stage: Stage) -> None:

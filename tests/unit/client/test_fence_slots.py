@@ -74,35 +74,6 @@ def test_what_is_released_without_a_daemon_is_void_in_the_page_that_movers_serve
         assert page.read(slot) != word
 
 
-def test_several_daemons_in_a_row_each_with_a_page_of_its_own(stage: Stage) -> None:
-    rank = stage.rank()
-    slot = publish(stage, rank).fence_slot
-    words = {stage.side.page.read(slot)}
-    for _ in range(3):
-        stage.daemon.restart()
-        stage.daemon.accept().greet()  # one that dies before it has registered anybody
-        stage.daemon.restart()
-        side = stage.rejoin()
-        assert side.expect(worker.Publish).fence_slot == slot
-        words.add(side.page.read(slot))
-    assert len(words) == 4
-    rank.close()
-    assert side.page.read(slot) not in words
-
-
-def test_a_rank_that_resumes_keeps_its_page(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.suspend()
-    stage.side.expect(worker.Suspend)
-    stage.side.say(worker.Suspended())
-    one_event(rank)
-    resuming = stage.calling(rank.resume, {"kv": stage.memory}, 10.0)
-    resume = stage.side.expect(worker.Resume)
-    stage.side.accept_resume(resume.request, stage.new_mover())
-    resuming.result(10.0)
-    assert stage.side.page.read(publish(stage, rank).fence_slot) != EMPTY
-
-
 def test_a_page_that_cannot_be_mapped_for_whatever_reason_leaves_no_descriptor(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

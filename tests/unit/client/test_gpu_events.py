@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvxferd.client import Failed, PublishRefused, Released, Suspended
+from kvxferd.client import Failed, PublishRefused, Released
 from kvxferd.errors import Code, EngineError
 from kvxferd.wire import worker
-from tests.support.client_harness import REF, Kernel, Stage, blocks, events_of, one_event, one_failure
+from tests.support.client_harness import REF, Kernel, Stage, blocks, one_event, one_failure
 from tests.support.scripted_daemon import WAIT_S
 
 
@@ -23,14 +23,6 @@ def test_a_publish_goes_when_its_blocks_are_written(stage: Stage) -> None:
     kernel.done.set()
     publish = stage.side.expect(worker.Publish)
     assert (publish.transfer_id, publish.nonce) == ("req-1", ref.nonce)
-
-
-def test_what_is_done_already_is_not_held(stage: Stage) -> None:
-    rank, kernel = stage.rank(), Kernel()
-    kernel.done.set()
-    rank.publish("req-1", blocks(), num_tokens=48, after=kernel)
-    stage.side.expect(worker.Publish)
-    assert kernel.asked == 1
 
 
 def test_ready_waits_too(stage: Stage) -> None:
@@ -112,18 +104,6 @@ def test_what_is_held_survives_a_restart_of_the_daemon(stage: Stage) -> None:
     assert stage.side.expect(worker.Publish).transfer_id == "req-2"
     kernel.done.set()
     assert stage.side.expect(worker.Publish).nonce == ref.nonce
-
-
-def test_a_suspended_rank_holds_nothing_back(stage: Stage) -> None:
-    rank, kernel = stage.rank(), Kernel()
-    rank.publish("req-1", blocks(), num_tokens=48, after=kernel)
-    rank.suspend()
-    stage.side.expect(worker.Suspend)
-    kernel.done.set()
-    kernel.still_runs()
-    stage.mover.die()
-    stage.side.say(worker.Suspended())
-    assert events_of(rank, 2) == [Released("req-1", Code.SUSPENDED), Suspended()]
 
 
 @pytest.mark.parametrize("what", ["publish", "pull"])

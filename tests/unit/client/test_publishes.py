@@ -134,18 +134,6 @@ def test_ids_may_be_changed_once_publish_has_returned(stage: Stage) -> None:
     assert list(unpack_ids(stage.side.expect(worker.Publish).blocks["full"].ids)) == [7, 8, 9]
 
 
-@pytest.mark.parametrize("count", [0, 3, 300_000])
-def test_lent_ids_are_sent_as_they_are(stage: Stage, count: int) -> None:
-    rank = stage.rank()
-    ids = np.arange(count, dtype=np.int32) % 16
-    rank.publish("req-1", {"full": BlockList(ids=ids, borrowed=True)}, num_tokens=max(1, count * 16))
-    assembly = BlockIdAssembly()
-    while isinstance(message := stage.side.receive()[0], BlockIds):
-        assembly.add(message)
-    assert isinstance(message, worker.Publish)
-    assert assembly.complete(message.blocks, message.stream)["full"].ids == ids.tobytes()
-
-
 @pytest.mark.parametrize(
     "ids",
     [
@@ -213,21 +201,6 @@ def test_publishes_that_are_refused_here(stage: Stage, wrong: dict[str, object])
     rank = stage.rank()
     with pytest.raises(EngineError, match="cannot"):
         rank.publish(**({"transfer_id": "req-1", "blocks": blocks(), "num_tokens": 48} | wrong))
-    assert stage.side.is_silent()
-
-
-def test_ready_and_unpublish_are_passed_on(stage: Stage) -> None:
-    rank = stage.rank()
-    ref = rank.publish("req-1", blocks(), num_tokens=48)
-    stage.side.expect(worker.Publish)
-    rank.ready("req-1")
-    assert stage.side.expect(worker.Ready).transfer_id == "req-1"
-    rank.unpublish(ref)
-    assert stage.side.expect(worker.Unpublish).transfer_id == "req-1"
-    assert rank.poll() == []  # the blocks are not the engine's before Released
-    stage.side.say(worker.Released(transfer_id="req-1", why=Code.UNPUBLISHED))
-    assert one_event(rank) == Released("req-1", Code.UNPUBLISHED)
-    rank.unpublish(ref)  # over already: says nothing
     assert stage.side.is_silent()
 
 

@@ -75,18 +75,6 @@ def test_failed_in_doubt_and_quiesced_later(stage: Stage) -> None:
     assert isinstance(one_event(rank), Delivered)
 
 
-def test_cancel_is_passed_on_and_the_terminal_event_is_the_daemons(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket, pull = pulled(stage, rank)
-    ticket.cancel()
-    assert stage.side.expect(worker.Cancel).ticket == pull.ticket
-    assert rank.poll() == []
-    stage.side.say(worker.TicketDelivered(ticket=pull.ticket, bytes=1, runs=1, wire_s=0.0))  # it was quicker
-    assert isinstance(one_event(rank), Delivered)
-    ticket.cancel()  # over: says nothing
-    assert stage.side.is_silent()
-
-
 def test_a_silent_daemon_cannot_hold_a_pull_past_its_deadline(stage: Stage) -> None:
     rank = stage.rank()
     started = time.monotonic()
@@ -143,14 +131,6 @@ def test_the_descriptor_is_readable_while_there_are_events(stage: Stage) -> None
     assert len(events_of(rank, 2)) == 2
     assert readable.poll(0) == []
     assert rank.poll() == []
-
-
-def test_hints_are_passed_on(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.prepare(REF)
-    assert stage.side.expect(worker.Prepare).ref.nonce == REF.nonce
-    rank.abandon(REF.to_dict())
-    assert stage.side.expect(worker.Abandon).ref.transfer_id == "req-1"
 
 
 def test_closing_ends_every_pull(stage: Stage) -> None:

@@ -16,7 +16,6 @@ from kvxferd.client import (
     Quiesced,
     RankHandle,
     Released,
-    Suspended,
 )
 from kvxferd.client.pulls import MOVER_DEATH_S
 from kvxferd.errors import Code, KvxferdError
@@ -25,17 +24,14 @@ from kvxferd.wire.framing import HEADER
 from tests.support.client_harness import (
     LAYOUT,
     REF,
-    REGION,
     SPEC,
     Stage,
     blocks,
     events_of,
     one_event,
     one_failure,
-    pulled,
 )
 from tests.support.nodes.waiting import wait_until
-from tests.support.scripted_daemon import WAIT_S
 
 
 def pull_on(stage: Stage, rank: RankHandle, deadline_s: float = 30.0):
@@ -46,16 +42,6 @@ def pull_on(stage: Stage, rank: RankHandle, deadline_s: float = 30.0):
 
 
 # --- pulls
-
-
-def test_a_mover_that_dies_a_little_later_still_makes_it_safe(stage: Stage) -> None:
-    rank = stage.rank()
-    pull_on(stage, rank)
-    stage.lose(rank)
-    assert rank.poll() == []
-    stage.mover.die()
-    event = one_failure(rank)
-    assert event.safe_to_reuse
 
 
 def test_a_mover_that_lives_on_leaves_doubt_until_it_dies(stage: Stage) -> None:
@@ -86,30 +72,6 @@ def test_a_replaced_mover_must_be_dead_too(stage: Stage) -> None:
     assert rank.poll() == []
     first.die()
     assert isinstance(one_event(rank), Quiesced)
-
-
-def test_a_dying_mover_proves_nothing_while_its_daemon_lives(stage: Stage) -> None:
-    rank = stage.rank()
-    pull_on(stage, rank, deadline_s=0.01)
-    one_event(rank)
-    stage.side.expect(worker.Cancel)
-    stage.mover.die()  # the daemon may have given the pull to another one
-    rank.prepare(REF)
-    stage.side.expect(worker.Prepare)
-    assert rank.poll() == []
-    stage.side.offer(stage.new_mover())
-    stage.side.say(worker.TicketQuiesced(ticket=1))
-    assert isinstance(one_event(rank), Quiesced)
-
-
-def test_closing_while_a_lost_pull_is_not_judged_yet(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket = pull_on(stage, rank)
-    stage.lose(rank)
-    rank.close()
-    (event,) = rank.poll()
-    assert isinstance(event, Failed)
-    assert (event.ticket, event.code, event.safe_to_reuse) == (ticket, Code.DAEMON_LOST, False)
 
 
 def test_pulls_asked_meanwhile_go_to_the_next_daemon(stage: Stage) -> None:
@@ -201,14 +163,6 @@ def test_a_lease_that_ends_without_a_daemon(stage: Stage) -> None:
     assert overwritten != word
     stage.daemon.start()
     assert stage.rejoin().is_silent()
-
-
-def test_a_lease_that_ends_while_a_daemon_is_there_is_the_daemons_affair(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.publish("req-1", blocks(), num_tokens=48, lease_s=0.05)  # readers' grants extend it
-    stage.side.expect(worker.Publish)
-    assert stage.side.is_silent(0.2)
-    assert rank.poll() == []
 
 
 def test_unpublish_without_a_daemon_is_done_at_once(stage: Stage) -> None:
@@ -402,46 +356,11 @@ def test_the_pidfd_comes_with_the_offer_and_with_nothing_else(stage: Stage) -> N
     stage.side.expect(worker.Prepare)
 
 
-def test_a_mover_that_was_acknowledged_must_be_dead_too(stage: Stage) -> None:
-    rank = stage.rank()
-    first = stage.mover
-    pulled(stage, rank)
-    stage.side.offer(stage.new_mover())  # nobody has told of a change yet
-    first.die()
-    stage.lose(rank)
-    assert rank.poll() == []
-    stage.mover.die()
-    event = one_failure(rank)
-    assert event.safe_to_reuse
-
-
 def test_a_publisher_is_offered_nothing(stage: Stage) -> None:
     stage.publisher()
     stage.side.say(worker.MoverOffered(number=1), stage.new_mover().pidfd)
     with pytest.raises(ConnectionError):
         stage.side.receive()
-
-
-def test_memory_that_no_mover_was_offered_for_is_let_go_at_once(stage: Stage) -> None:
-    rank = stage.rank()
-    stage.daemon.stop()
-    stage.mover.die()
-    stage.daemon.start()
-    side = stage.accept()
-    side.expect(worker.Register)  # the memory is offered
-    rank.suspend()
-    stage.daemon.stop()
-    assert one_event(rank) == Suspended()
-
-
-def test_a_refusal_after_the_offer_leaves_nothing_mapped(stage: Stage) -> None:
-    client = stage.client()
-    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory}, WAIT_S)
-    register = stage.side.expect(worker.Register)
-    stage.side.offer(stage.new_mover())
-    stage.side.say(worker.Refused(request=register.request, code=Code.REGION_UNSEALED, message="seal it"))
-    with pytest.raises(KvxferdError, match="seal it"):
-        registering.result(WAIT_S)
 
 
 def test_a_process_without_a_descriptor_left_tries_again(

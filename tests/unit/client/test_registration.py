@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import threading
 
 import msgspec
@@ -17,7 +16,7 @@ from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
 from kvxferd.wire.common import FdBatch
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
-from tests.support.client_harness import LAYOUT, REGION, SIZE, SPEC, Stage
+from tests.support.client_harness import LAYOUT, REGION, SPEC, Stage
 from tests.support.nodes.waiting import wait_until
 from tests.support.scripted_daemon import WAIT_S
 
@@ -31,24 +30,6 @@ def test_hello_names_the_client_and_its_versions(stage: Stage) -> None:
     assert fds == ()
     side.say(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="b", lease_s=30.0))
     connecting.result(WAIT_S).close()
-
-
-def test_register_sends_the_memory(stage: Stage) -> None:
-    client = stage.client()
-    stage.memory.buffer[:5] = b"cache"
-    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
-    register, fds = stage.side.receive()
-    assert (register.engine, register.layout) == (SPEC, LAYOUT)
-    assert register.regions == (worker.RegionExport(REGION, SIZE, 0, 0),)
-    assert register.num_descriptors == 0  # all have come
-    memory, deliveries = fds
-    assert os.pread(memory, 5, 0) == b"cache"
-    assert stat.S_ISSOCK(os.fstat(deliveries).st_mode)
-    stage.side.offer(stage.new_mover())
-    stage.side.say_registered(register.request)
-    rank = registering.result(WAIT_S)
-    assert rank.is_connected
-    assert rank.poll() == []
 
 
 def test_regions_of_one_memory_share_a_descriptor(stage: Stage) -> None:
@@ -77,15 +58,6 @@ def test_a_refused_register_says_why_and_the_connection_lives(stage: Stage) -> N
     again = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
     stage.side.register(stage.new_mover())
     assert again.result(WAIT_S).is_connected
-
-
-def test_attach_has_no_memory(stage: Stage) -> None:
-    client = stage.client()
-    attaching = stage.calling(client.attach, "prefill-0", "g7")
-    attach, fds = stage.side.receive()
-    assert (attach.engine_id, attach.generation, fds) == ("prefill-0", "g7", ())
-    stage.side.say_registered(attach.request)
-    assert attaching.result(WAIT_S).is_connected
 
 
 def test_a_connection_is_one_rank(stage: Stage) -> None:
@@ -167,17 +139,6 @@ def test_a_silent_registration_times_out_and_registers_nothing_late(stage: Stage
     again = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
     stage.side.register(stage.new_mover())
     assert again.result(WAIT_S).is_connected
-
-
-def test_a_daemon_that_dies_during_registration_is_replaced_by_the_next(stage: Stage) -> None:
-    client = stage.client()
-    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
-    first = stage.side.expect(worker.Register)
-    stage.daemon.restart()
-    side = stage.accept()
-    second = side.register(stage.new_mover())
-    assert second.incarnation == first.incarnation
-    assert registering.result(WAIT_S).is_connected
 
 
 def test_close_is_idempotent_and_ends_the_thread(stage: Stage) -> None:

@@ -17,14 +17,12 @@ from kvxferd.client.registration import RankRole
 from kvxferd.client.session import HANDSHAKE_TIMEOUT_S, REREGISTER_TIMEOUT_S, ClientSession
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint, EngineId, Generation, RegionId, TransferId
-from kvxferd.memory import SealedMemory
 from kvxferd.memory.fence import FencePage
 from kvxferd.wire import common, worker
 from tests.support.client_harness import (
     LAYOUT,
     REF,
     REGION,
-    SIZE,
     SPEC,
     Stage,
     blocks,
@@ -93,20 +91,6 @@ def _own_fds(inode: int) -> int:
         except OSError:
             continue  # the folder's own
     return count
-
-
-def test_resume_sends_the_new_memory(stage: Stage) -> None:
-    rank = suspended(stage)
-    new = SealedMemory.create(SIZE)
-    resuming = stage.calling(rank.resume, {REGION: new}, WAIT_S)
-    resume, fds = stage.side.receive()
-    assert isinstance(resume, worker.Resume)
-    assert os.fstat(fds[0]).st_ino == os.fstat(new.fd).st_ino
-    stage.side.accept_resume(resume.request, stage.new_mover())
-    resuming.result(WAIT_S)
-    rank.pull(REF, blocks(), num_tokens=48, deadline_s=9.0)
-    stage.side.expect(worker.PullRequest)
-    new.close()
 
 
 def test_a_refused_resume_leaves_the_rank_suspended(stage: Stage) -> None:

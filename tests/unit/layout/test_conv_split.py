@@ -16,7 +16,7 @@ from kvxferd.layout import (
     derive_mamba_conv_split,
     pack_ids,
 )
-from kvxferd.layout.presets import MODELS, LayerKind, ModelFacts, StateComponent, blocks_per_logical, deploy
+from kvxferd.layout.presets import MODELS, LayerKind, ModelFacts, StateComponent, deploy
 from kvxferd.plan import make_plan
 from kvxferd.plan.plan import block_geometry
 from kvxferd.plan.token_segments import kernel_blocks
@@ -135,14 +135,6 @@ def test_row_by_row_the_parts_lie_beside_each_other() -> None:
 def test_kernel_blocks_per_logical_block(sizes: tuple[int, int], block_len: int, want: int) -> None:
     """GOLDEN row 9: rounded up."""
     assert compute_physical_blocks_per_logical(sizes, block_len) == want
-
-
-def test_presets_agree_on_kernel_blocks() -> None:
-    """The preset's logical block has room for a state, whatever the TP."""
-    for tp in (1, 2, 4, 8):
-        sizes = (10240 // tp * 3 * 2, 128 // tp * 64 * 128 * 2)
-        block_len = 2 * 16 * (8 // tp) * 256
-        assert blocks_per_logical(NEMOTRON, tp, 16) == compute_physical_blocks_per_logical(sizes, block_len)
 
 
 @pytest.mark.parametrize(

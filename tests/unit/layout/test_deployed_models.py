@@ -30,29 +30,6 @@ def choices(**chosen: object) -> DeploymentOptions:
     return DeploymentOptions(**({"block_tokens": 4, "num_blocks": NUM_BLOCKS} | chosen))  # type: ignore[arg-type]
 
 
-CHOICES = [
-    choices(tp=2, cp=2),
-    choices(tp=2, cp=3, interleave=2),
-    choices(tp=4, layout="NHD", page_bytes=300),
-    choices(tp=3, block_tokens=8, layout="NHD+SD", shared_pages=False),
-    choices(tp=4, shared_pages=False, layout="NHD-cross-layer"),
-    choices(tp=2, pp=2, draft=DRAFT, layout="packed"),  # a draft on the last stage
-    choices(tp=3, block_tokens=6, layout="packed"),  # nothing divides anything
-    choices(tp=2, pp=2, layout="HND+SD"),
-    choices(tp=6, layout="NHD-packed+SD"),  # ranks beyond heads and groups
-]
-
-
-@pytest.mark.parametrize("chosen", CHOICES, ids=range(len(CHOICES)))
-@pytest.mark.parametrize(
-    "name",
-    ["tiny-dense", "tiny-quantised", "tiny-mla", "tiny-sliding", "tiny-mamba2", "tiny-mamba1", "tiny-gdn"],
-)
-def test_every_choice_of_every_model_is_an_engine(name: str, chosen: DeploymentOptions) -> None:
-    """Each rank's layout is valid. That pairs of them read each other's bytes: random_pairs' table."""
-    engine(name, chosen)
-
-
 @pytest.mark.parametrize(
     ("stages", "ends"), [((3, 1), [3, 4]), ((1, 0, 3), [1, 1, 4])], ids=["uneven", "one that is empty"]
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from kvxferd.layout import (
     from_tensors,
     tensor_regions,
 )
-from kvxferd.layout.presets import attention_layout
 
 DIMS = "layer kv block token head head_dim"
 
@@ -77,54 +75,6 @@ def refusal(*args: Any, **more: Any) -> str:
         layout(*args, **more)
     assert refused.value.code is Code.LAYOUT_INVALID
     return refused.value.message
-
-
-@pytest.mark.parametrize(("name", "dims", "shape"), [
-    ("NHD", "layer kv block token head head_dim", (2, 2, 8, 16, 4, 64)),
-    ("HND", "layer kv block head token head_dim", (2, 2, 8, 4, 16, 64)),
-    ("NHD-blocks-first", "layer block kv token head head_dim", (2, 8, 2, 16, 4, 64)),
-])  # fmt: skip
-def test_a_contiguous_tensor_gives_the_presets_layout(name: str, dims: str, shape: tuple[int, ...]) -> None:
-    wanted = attention_layout(
-        spec=spec(), num_kv_heads=4, head_dim=64, block_tokens=16, num_blocks=8, layout=name
-    )
-    got = layout(FakeTensor(shape), dims)
-    assert got.groups == wanted.groups
-    by_key = {(one.layer, one.component): one for one in got.tensors}
-    for tensor in wanted.tensors:
-        own = by_key[tensor.layer, tensor.component]
-        for field in (
-            "offset",
-            "block_stride",
-            "token_stride",
-            "unit_stride",
-            "units",
-            "content_bytes",
-            "dtype",
-        ):
-            assert getattr(own, field) == getattr(tensor, field), field
-    assert got.regions[0].size_bytes == wanted.regions[0].size_bytes == 2 * 2 * 8 * 16 * 4 * 64 * 2
-
-
-def test_a_tensor_for_each_layer_and_component_of_a_stage() -> None:
-    """Stage 1 of 2: the model's layers 2 and 3, in four tensors, one of them of another order."""
-    of = spec(num_layers=4, pp_size=2, pp_rank=1)
-    tensors = {
-        f"{component}{layer}": NamedTensor(
-            tensor=FakeTensor((8, 16, 4, 64), address=(1 << 20) * (2 * layer + (component == "v"))),
-            dims=["block", "token", "head", "head_dim"],
-            layers=layer,
-            components=component,
-        )
-        for layer in (2, 3)
-        for component in "kv"
-    }
-    got = from_tensors(of, tensors)
-    assert (got.start_layer, got.end_layer) == (2, 4)
-    assert [(one.layer, one.component, one.region) for one in got.tensors] == [
-        (2, "k", "k2"), (2, "v", "v2"), (3, "k", "k3"), (3, "v", "v3"),
-    ]  # fmt: skip
-    assert from_tensors(of, {"k2": tensors["k2"]}, layers=range(2, 4)).end_layer == 4
 
 
 @pytest.mark.parametrize(("heads", "tp_size", "tp_rank", "held"), [
@@ -259,15 +209,3 @@ def test_real_tensors() -> None:
     assert "overlap" in refusal(whole.as_strided((2, 2, 8, 16, 4, 64), (1024, 512, 64, 4, 1, 1)))
     assert "no memory" in refusal(torch.empty(2, 2, 8, 16, 4, 64, device="meta"))
     assert "no plain storage" in refusal(torch.zeros(2, 2, 8, 16, 4, 64).to_sparse())
-
-
-def test_a_region_is_the_storages_from_their_first_byte_on() -> None:
-    torch = pytest.importorskip("torch")
-    buffer = (ctypes.c_char * 100_000)()
-    address = ctypes.addressof(buffer)
-    late, early = (
-        torch.frombuffer(buffer, dtype=torch.uint8, offset=4096),
-        torch.frombuffer(buffer, dtype=torch.uint8),
-    )
-    (region,) = tensor_regions({"late": late, "early": early})
-    assert (region.region, region.address, region.end) == ("late", address, address + 100_000)

@@ -10,7 +10,6 @@ from kvxferd.layout import (
     CacheProperties,
     GroupKind,
     NamedTensor,
-    TransferRegion,
     block_bytes,
     cache_properties,
     from_tensors,
@@ -54,22 +53,6 @@ def test_properties_of_a_hybrid() -> None:
     assert cache_properties(deploy("falcon-mamba-7b", num_blocks=2)[Rank(0, 0)][1]) == properties()
 
 
-@pytest.mark.parametrize(
-    ("layout", "want"),
-    [
-        ("HND", properties(split=True)),
-        ("NHD", properties(split=True)),
-        ("HND-blocks-first", properties(blocks_first=True)),
-        ("NHD-packed", properties(blocks_first=True)),
-        ("HND-cross-layer", properties(blocks_first=True, cross=True)),
-    ],
-)
-def test_properties_of_strides(layout: str, want: CacheProperties) -> None:
-    """The same, read off a layout."""
-    own = spec()
-    assert cache_properties(layout_of(own, layout=layout)) == want
-
-
 def test_regions_of_a_page() -> None:
     """GOLDEN row 11: base 4096, block 4096: two halves of a page of K and V; else the page is one region."""
     own = spec(layers=1)  # 4 heads of 2 numbers of 2 bytes
@@ -89,20 +72,6 @@ def test_bytes_of_a_block_id() -> None:
     assert sizes[GroupName("full")] == 4 * page * per_id  # four layers of K and V
     states = sum(size for name, size in sizes.items() if name != "full")
     assert states == 24 * (15360 + 524288)
-
-
-@pytest.mark.parametrize(
-    ("layout", "want"),
-    [
-        # 1 layer, 4 heads of 4 bytes, blocks of 4 tokens: 64 bytes of K in a block, 16 blocks
-        ("HND", [TransferRegion(4096, 64, 64), TransferRegion(4096 + 1024, 64, 64)]),
-        ("HND-blocks-first", [TransferRegion(4096, 128, 64), TransferRegion(4096 + 64, 128, 64)]),
-    ],
-)
-def test_regions_of_a_cache(layout: str, want: list[TransferRegion]) -> None:
-    """GOLDEN row 11, from strides."""
-    own = spec(layers=1)
-    assert get_transfer_cache_regions(layout_of(own, layout=layout), {KV: 4096}) == want
 
 
 @pytest.mark.parametrize(

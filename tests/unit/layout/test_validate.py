@@ -10,7 +10,7 @@ import pytest
 from kvxferd.errors import Code, LayoutError
 from kvxferd.ids import EngineId, Generation, GroupName, RegionId
 from kvxferd.layout import EngineSpec, Group, GroupKind, RankLayout, RegionSpec, TokenShard, UnitRange
-from kvxferd.layout.presets import LAYOUT_NAMES, attention_layout
+from kvxferd.layout.presets import attention_layout
 from kvxferd.layout.validate import MAX_GROUPS, MAX_REGIONS, validate_layout
 
 SPEC = EngineSpec(
@@ -54,17 +54,6 @@ def refusal(layout: RankLayout, spec: EngineSpec = SPEC) -> str:
     assert caught.value.code is Code.LAYOUT_INVALID
     assert caught.value.message.startswith("cannot ")
     return caught.value.message
-
-
-@pytest.mark.parametrize("layout", LAYOUT_NAMES)
-@pytest.mark.parametrize("page_bytes", [0, 4096])
-def test_presets_are_valid(layout: str, page_bytes: int) -> None:
-    """In every arrangement, padded or not, and the region is not a byte too large."""
-    made = plain(layout=layout, page_bytes=page_bytes)
-    validate_layout(SPEC, made)
-    if page_bytes == 0:
-        smaller = RegionSpec(RegionId("kv"), made.regions[0].size_bytes - 1)
-        assert "reaches to byte" in refusal(msgspec.structs.replace(made, regions=(smaller,)))
 
 
 @pytest.mark.parametrize(
@@ -194,13 +183,6 @@ def test_groups_may_lie_over_one_another() -> None:
 def test_components_without_width_are_legal(changes: dict[str, Any]) -> None:
     """Models without B/C groups: no bytes, so nothing to lie anywhere."""
     validate_layout(SPEC, with_tensor(1, offset=10**9, **changes))
-
-
-def test_kernel_blocks_share_a_logical_block() -> None:
-    """8 ids of 2 kernel blocks of 2 tokens each."""
-    layout = with_group(physical_blocks_per_logical=2)
-    tensors = tuple(msgspec.structs.replace(t, block_stride=64, unit_stride=32) for t in layout.tensors)
-    validate_layout(SPEC, msgspec.structs.replace(layout, tensors=tensors))
 
 
 def test_a_rank_may_hold_nothing() -> None:

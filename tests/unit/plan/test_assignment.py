@@ -7,42 +7,6 @@ import pytest
 from kvxferd.ids import Rank
 from kvxferd.layout import TokenShard, UnitRange
 from kvxferd.plan.assignment import RankShare, assign_units, needed_shards, shared_fraction
-from tests.support.attention_engines import engine, plan_between
-
-
-@pytest.mark.parametrize(
-    ("tp", "rank", "peer_tp", "heads", "want"),
-    [
-        (2, 1, 2, 8, [1]),  # equal
-        (4, 3, 2, 8, [1]),  # narrower peer: two of us read one of them
-        (2, 0, 4, 8, [0, 1]),  # wider peer
-        (2, 1, 4, 8, [2, 3]),
-        (3, 2, 2, 6, [1]),  # sizes that do not divide: our heads 4-5, theirs 3-5
-        (3, 1, 2, 6, [0, 1]),  # our heads 2-3, theirs 0-2 and 3-5
-        (6, 1, 4, 12, [0, 1]),  # heads 2-3 of theirs 0-2, 3-5
-        (6, 5, 4, 12, [3]),
-        (4, 2, 6, 12, [3, 4]),  # heads 6-8 of theirs 6-7, 8-9
-        (3, 0, 2, 8, [0]),  # unequal shards, larger first: our heads 0-2 of theirs 0-3
-        (3, 1, 2, 8, [0, 1]),  # our heads 3-5
-        (1, 0, 1, 8, [0]),
-        (1, 0, 8, 2, [0, 4]),  # wider peer, replicated heads: skip the copies
-        (2, 0, 8, 4, [0, 2]),
-        (2, 1, 8, 4, [4, 6]),
-        (2, 1, 4, 2, [2]),  # one head, two holders: the lowest from 1*4//2 on
-        (2, 1, 1, 2, [0]),
-        (4, 1, 8, 2, [2]),  # readers spread over the replicas
-        (4, 2, 8, 2, [4]),
-        (4, 3, 8, 2, [6]),
-        (8, 3, 4, 2, [1]),  # both sides replicated
-        (8, 7, 4, 2, [3]),
-        (8, 2, 2, 4, [0]),
-        (4, 3, 8, 3, [6]),  # our head 3*3//4=2; theirs 0,0,0,1,1,1,2,2: holders 6 and 7
-    ],
-)
-def test_sources(tp: int, rank: int, peer_tp: int, heads: int, want: list[int]) -> None:
-    """TP any to any: who is read."""
-    plan = plan_between(engine(tp=tp, heads=heads), engine(tp=peer_tp, heads=heads), (0, rank))
-    assert [source.tp_rank for source in plan.sources] == want
 
 
 def test_the_lowest_holder_where_none_is_high_enough() -> None:

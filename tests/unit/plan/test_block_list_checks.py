@@ -69,21 +69,6 @@ def test_unusable_lists_are_refused(
     assert [word for word in words if word not in caught.value.message] == []
 
 
-@pytest.mark.parametrize(
-    ("listed", "num_tokens"),
-    [
-        (blocks([0, 1]), 8),
-        (blocks([15, 0, 7]), 9),  # the last block holds one token
-        (blocks([2], first_token=4), 5),  # a prefix hit
-        (blocks([2], first_token=6), 7),  # that ends inside a block
-        (blocks([]), 1000),  # all of it is there already
-    ],
-)
-def test_usable_lists_pass(listed: dict[GroupName, PackedBlocks], num_tokens: int) -> None:
-    """As long as the tokens take, in any order of ids."""
-    check_blocks(PLAIN, listed, num_tokens)
-
-
 def test_a_shard_lists_blocks_of_the_whole_sequence() -> None:
     """Over 3 shards a block of 4 tokens stands for 12; lists begin where a turn over them does."""
     sharded = with_group(PLAIN, token_shard=TokenShard(3, 1, 2))

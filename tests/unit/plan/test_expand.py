@@ -7,9 +7,8 @@ import pytest
 
 from kvxferd.errors import PlanError
 from kvxferd.ids import Rank, RegionId
-from kvxferd.layout import EngineSpec, RankLayout, TokenShard
-from kvxferd.layout.validate import validate_layout
-from kvxferd.plan import Expander, Runs
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.plan import Expander
 from tests.support.attention_engines import KV, blocks, engine, expand, listed, plan_between
 
 # One layer, one head of 4 bytes per token, blocks of 4 tokens: 16 bytes a block, 16 blocks, so
@@ -22,12 +21,6 @@ def test_neighbouring_blocks_become_one_run() -> None:
     """Ids consecutive on both sides; K and V are apart."""
     runs = expand(plan_between(engine(**ONE), engine(**ONE)), [4, 5, 6], [8, 9, 10])
     assert listed(runs[SOURCE]) == [(64, 128, 48), (320, 384, 48)]
-
-
-def test_every_block_of_a_tensor_touches_the_next_tensor() -> None:
-    """All 16 blocks of K, then all of V: one run for the whole region."""
-    plan = plan_between(engine(**ONE), engine(**ONE))
-    assert listed(expand(plan, range(16), range(16))[SOURCE]) == [(0, 0, 512)]
 
 
 @pytest.mark.parametrize(
@@ -77,16 +70,6 @@ def test_runs_do_not_reach_across_regions() -> None:
     ]
 
 
-def test_the_only_block_needs_no_stride() -> None:
-    """One block, stride 0: legal, as there is no next one."""
-    own, layout = engine(**ONE)[SOURCE]
-    group = msgspec.structs.replace(layout.groups[0], num_blocks=1)
-    tensors = tuple(msgspec.structs.replace(t, block_stride=0) for t in layout.tensors)
-    ranks = {SOURCE: (own, msgspec.structs.replace(layout, groups=(group,), tensors=tensors))}
-    validate_layout(*ranks[SOURCE])
-    assert listed(expand(plan_between(ranks, ranks), [0], [0])[SOURCE]) == [(0, 0, 16), (256, 256, 16)]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -108,59 +91,3 @@ def test_a_block_scattered_over_millions_of_stretches_is_refused(changes: dict[s
     )
     with pytest.raises(PlanError, match="one block is scattered over"):
         expand(plan, [0], [0])
-
-
-@pytest.mark.parametrize(
-    ("sink", "source"), [("NHD", "HND"), ("HND", "HND"), ("NHD-cross-layer", "HND-packed")]
-)
-@pytest.mark.parametrize("max_runs", [1, 7, 100, 10_000])
-def test_parts_move_the_same_bytes(sink: str, source: str, max_runs: int) -> None:
-    """A long request comes in parts; together they name every byte once, in bounds."""
-    plan = plan_between(engine(layout=sink, block_tokens=8), engine(layout=source, tp=2))
-    at = ({KV: 0}, {rank: {KV: 0} for rank in plan.sources})
-    lists = (blocks([3, 1, 2]), blocks([4, 5, 6, 7, 9, 0]))
-    parts = list(Expander(plan).parts(*lists, 24, *at, max_runs=max_runs))
-    whole = Expander(plan).expand(*lists, 24, *at)
-    assert len(parts) == 1 or all(len(r.local) <= max(max_runs, 32) for part in parts for r in part.values())
-    for rank, runs in whole.items():
-        named = [pair for part in parts if rank in part for pair in bytes_named(part[rank])]
-        assert sorted(bytes_named(runs)) == sorted(named)
-
-
-def bytes_named(runs: Runs) -> list[tuple[int, int]]:
-    """Return every (local, remote) byte."""
-    return [
-        (local + i, remote + i)
-        for local, remote, length in zip(*(column.tolist() for column in runs), strict=True)
-        for i in range(length)
-    ]
-
-
-def test_an_empty_list_begins_nowhere() -> None:
-    """Its first_token may be anything: nothing is computed with it."""
-    plan = plan_between(engine(), engine(layout="NHD"))
-    for first in (3, 2**63):
-        assert expand(plan, [], [0, 1], (first, 0)) == {}
-        assert expand(plan, [0, 1], [], (0, first)) == {}
-
-
-def with_shard(shard: TokenShard) -> tuple[EngineSpec, RankLayout]:
-    """Return the one rank of ONE with its tokens dealt out."""
-    own, layout = engine(**ONE)[SOURCE]
-    return own, msgspec.structs.replace(
-        layout, groups=(msgspec.structs.replace(layout.groups[0], token_shard=shard),)
-    )
-
-
-def test_tokens_that_are_dealt_out_are_read_from_where_each_lies() -> None:
-    """Ours are 2, 3, 6 and 7 of 8. A whole source; two that deal single tokens out; two that deal alike."""
-    ours = TokenShard(2, 1, 2)
-    sink = {SOURCE: with_shard(ours)}
-    whole = plan_between(sink, engine(**ONE))
-    assert listed(expand(whole, [0], [0, 1])[SOURCE])[:2] == [(0, 8, 8), (8, 24, 8)]
-    dealt = plan_between(sink, {Rank(0, i): with_shard(TokenShard(2, i, 1)) for i in range(2)})
-    runs = expand(dealt, [0], [5])
-    assert listed(runs[Rank(0, 0)])[:2] == [(0, 84, 4), (8, 92, 4)]
-    assert listed(runs[Rank(0, 1)])[:2] == [(4, 84, 4), (12, 92, 4)]
-    alike = plan_between(sink, {SOURCE: with_shard(TokenShard(2, 0, 2)), Rank(0, 1): with_shard(ours)})
-    assert listed(expand(alike, [0], [5])[Rank(0, 1)])[:1] == [(0, 80, 16)]

@@ -134,18 +134,6 @@ def test_target_remote_ranks(
     assert made.target_remote_ranks(REMOTE) == target
 
 
-def test_latents_count_as_one_head() -> None:
-    """MLA: every rank of several holds a copy."""
-    made = TransferTopology(*deploy("tiny-mla", tp=2)[Rank(0, 1)])
-    register(made, deploy("tiny-mla", tp=4, engine_id=REMOTE))
-    assert made.is_mla
-    assert made.replicates_kv_cache(REMOTE)
-    assert made.is_kv_replicated(REMOTE)
-    assert made.target_remote_ranks(REMOTE) == [2]
-    register(made, deploy("tiny-mla", engine_id="one rank"))
-    assert not made.is_kv_replicated(EngineId("one rank"))
-
-
 @pytest.mark.parametrize(
     ("model", "is_mla"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,11 +15,8 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.tooling.child_process import ChildError, ChildProcess
 from kvxferd.tooling.owned_process import stop_all
-from tests.support.child_objects import Counter, doubled
+from tests.support.child_objects import Counter
 from tests.support.tool_process import await_end
-
-# More than the socket's buffers hold together.
-LARGE = b"x" * (4 << 20)
 
 Make = Callable[..., ChildProcess[Counter]]
 
@@ -39,33 +35,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
     stop_all(started)
     stop_all(started)
     assert not [child.pid for child in started if Path(f"/proc/{child.pid}").exists()]
-
-
-def test_a_method_is_called_with_the_object(make: Make) -> None:
-    child = make(3)
-    assert child.call(Counter.add, 4) == 7
-    assert child.call(Counter.add, number=1, twice=True) == 9
-    assert child.call(doubled) == 18
-    assert child.call(Counter.pid) == child.pid != os.getpid()
-
-
-@pytest.mark.parametrize("value", [None, LARGE, {"a": [1, (2.5, "b")]}])
-def test_arguments_and_results_come_back_whole(make: Make, value: object) -> None:
-    assert make().call(Counter.echo, value) == value
-
-
-def test_several_children_work_side_by_side(make: Make) -> None:
-    children = [make(number) for number in range(3)]
-    pending = [child.start(Counter.add, 10) for child in children]
-    assert [one.result() for one in pending] == [10, 11, 12]
-
-
-def test_an_error_keeps_its_code_and_message(make: Make) -> None:
-    child = make()
-    with pytest.raises(ChildError, match="cannot count: it counts already") as raised:
-        child.call(Counter.refuse)
-    assert raised.value.code is Code.BUSY
-    assert child.call(Counter.add, 1) == 1  # it goes on
 
 
 def test_any_other_exception_is_named_and_its_traceback_is_logged(make: Make) -> None:
@@ -114,13 +83,6 @@ def test_a_paused_process_replies_when_it_is_resumed(make: Make) -> None:
     assert child.call(Counter.add, 1) == 2
     child.pause()
     assert child.stop() == 0
-
-
-def test_the_object_is_closed_at_the_end(make: Make, tmp_path: Path) -> None:
-    child = make(closed=tmp_path / "closed")
-    child.call(Counter.add, 1)
-    assert child.stop() == 0
-    assert (tmp_path / "closed").read_text() == "closed"
 
 
 def test_the_object_makes_progress_between_calls(make: Make) -> None:

@@ -106,16 +106,6 @@ def written(case: str, request: int = 0) -> tuple[RankLayout, RequestBlocks, Byt
     return layout, held, memory
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_written_is_found_by_the_formula_and_is_right(case: str) -> None:
-    layout, held, memory = written(case)
-    items = by_coordinate(layout, held, memory)
-    assert len(set(items.values())) == len(items)  # no two items are alike
-    assert content.check(memory, layout, held) == content.ContentCheck(len(items), 0, "")
-    other = content.check(memory, layout, held._replace(request=1))
-    assert other.wrong_items == other.checked_items == len(items)
-
-
 def test_an_item_is_the_same_wherever_it_lies() -> None:
     plain = by_coordinate(*written("tokens first, packed"))
     for case in ("heads first", "vectorised", "cross-layer, padded"):
@@ -225,12 +215,3 @@ def test_a_layout_that_ends_outside_the_memory_is_refused() -> None:
     layout, held, memory = written("heads first")
     with pytest.raises(ValueError, match="cannot reach layer"):
         content.check(memory[:-1], layout, held)
-
-
-def test_a_large_request_is_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, held, memory = written("heads first")
-    monkeypatch.setattr(content, "_PIECE_BYTES", 1)
-    again = content.background(memory.size)
-    content.write(again, layout, held)
-    assert (again == memory).all()
-    assert content.check(memory, layout, held).wrong_items == 0

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from kvxferd.client import TransferRef
 from kvxferd.errors import ProtocolError
-from kvxferd.wire import peer, worker
-from kvxferd.wire.codec import CLIENT_MESSAGES, PEER_MESSAGES, encode
-from kvxferd.wire.common import Message
+from kvxferd.wire import worker
+from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.limits import MAX_REF_BYTES
 from kvxferd.wire.traceparent import (
     is_sampled,
@@ -110,12 +109,6 @@ def test_every_other_field_is_a_part_of_it(field: str) -> None:
     assert msgspec.structs.replace(REF, **{field: "other"}) != REF
 
 
-def test_a_reference_without_one_has_no_such_field() -> None:
-    assert "traceparent" not in REF.to_json()
-    assert "traceparent" not in REF.to_dict()
-    assert b"traceparent" not in encode(worker.Prepare(ref=REF))
-
-
 def test_a_reference_with_one_goes_through_json_and_a_dict() -> None:
     traced = REF.with_trace(VALID)
     for form in (traced, traced.to_json(), traced.to_json().encode(), traced.to_dict()):
@@ -137,24 +130,6 @@ def test_a_reference_with_a_bad_one_is_read_without_it(bad: object) -> None:
     read = TransferRef.parse(REF.to_dict() | {"traceparent": bad})
     assert read == REF
     assert read.traceparent == ""
-
-
-TRACED = REF.with_trace(VALID)
-CONSUMER = peer.Consumer("d", "g", (0, 0), 1)  # type: ignore[arg-type]
-WITH_REFERENCES: list[Message] = [
-    peer.GrantRequest(request=1, grant="a", ref=TRACED, consumer=CONSUMER, reads=(), wait_s=1.0),  # type: ignore[arg-type]
-    peer.Acknowledge(request=1, grant="a", ref=TRACED, consumer=CONSUMER, bytes=1),  # type: ignore[arg-type]
-    peer.AbandonTransfer(request=1, ref=TRACED, consumer=CONSUMER),
-    worker.Prepare(ref=TRACED),
-    worker.PullRequest(ticket=1, ref=TRACED, blocks={}, num_tokens=1, deadline_s=1.0),  # type: ignore[arg-type]
-    worker.Abandon(ref=TRACED),
-]
-
-
-@pytest.mark.parametrize("message", WITH_REFERENCES, ids=lambda m: type(m).__name__)
-def test_messages_carry_it(message: Message) -> None:
-    ours = PEER_MESSAGES if "peer" in type(message).__module__ else CLIENT_MESSAGES
-    assert ours.decode(encode(message)).ref.traceparent == VALID  # type: ignore[union-attr]
 
 
 def test_one_that_is_too_long_is_no_frame() -> None:

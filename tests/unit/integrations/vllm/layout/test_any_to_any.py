@@ -96,12 +96,6 @@ def test_sizes_and_packings_may_differ(sink: Deployment, source: Deployment, num
     assert pull(TorchEngine(Model(), sink), TorchEngine(Model(), source), num_tokens) == []
 
 
-@pytest.mark.parametrize("num_cached", [32, 64, 33])
-def test_what_is_cached_is_not_read_again(num_cached: int) -> None:
-    sink, source = TorchEngine(Model(), Deployment(tp=2)), TorchEngine(Model(), Deployment(block_tokens=64))
-    assert pull(sink, source, 75, num_cached) == []
-
-
 @pytest.mark.parametrize(
     ("sink", "source", "field"),
     [

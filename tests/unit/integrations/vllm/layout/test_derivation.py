@@ -63,45 +63,6 @@ def valid(derived: DerivedCaches, worker: WorkerFacts = WORKER) -> DerivedCaches
 
 
 class TestAttention:
-    def test_keys_and_values_lie_in_the_content_of_a_head(self) -> None:
-        cache = a_cache()
-        derived = valid(derive_layout({name(1): cache}, [a_layer()], FULL, WORKER))
-        key, value = tensor_of(derived, "k"), tensor_of(derived, "v")
-        address, size = next((s.address, s.size_bytes) for s in derived.storages if s.region == key.region)
-        storage = cache.untyped_storage()
-        assert (address, size) == (storage.data_ptr(), storage.nbytes())
-        assert address + key.offset == cache.data_ptr()
-        assert value.offset - key.offset == 8 * 2
-        assert (key.block_stride, key.unit_stride, key.token_stride) == (2 * 16 * 16 * 2, 16 * 16 * 2, 16 * 2)
-        assert key.units == (UnitRange(0, 2),)
-
-    def test_values_may_be_of_another_size(self) -> None:
-        facts = dataclasses.replace(ATTENTION, head_size=8, head_size_v=4)
-        layer = a_layer(cache=facts, backend="FlashAttentionDiffKVBackend")
-        derived = valid(derive_layout({name(1): a_cache(content=12)}, [layer], FULL, WORKER))
-        assert tensor_of(derived, "k").chunk_bytes == 16
-        assert tensor_of(derived, "v").chunk_bytes == 8
-
-    def test_a_kernel_block_smaller_than_an_id(self) -> None:
-        cache = torch.zeros(BLOCKS * 4, 2, 4, 16, dtype=torch.bfloat16)
-        derived = valid(derive_layout({name(1): cache}, [a_layer()], FULL, WORKER))
-        (group,) = derived.layout.groups
-        assert (group.num_blocks, group.block_tokens, group.physical_blocks_per_logical) == (4, 16, 4)
-
-    def test_padded_pages(self) -> None:
-        buffer = torch.zeros(BLOCKS * 4096, dtype=torch.int8)
-        cache = torch.as_strided(buffer, (BLOCKS, 2, TOKENS, 32), (4096, 512, 32, 1)).view(torch.bfloat16)
-        derived = valid(derive_layout({name(1): cache}, [a_layer()], FULL, WORKER))
-        assert tensor_of(derived, "k").block_stride == 4096
-
-    def test_fp8_is_one_byte_of_its_own_dtype(self) -> None:
-        facts = AttentionFacts(2, 8, 8, "float8_e4m3fn", 1)
-        derived = derive_layout({name(1): a_cache(dtype=torch.uint8)}, [a_layer(cache=facts)], FULL, WORKER)
-        assert (tensor_of(valid(derived), "k").dtype, tensor_of(derived, "k").chunk_bytes) == (
-            "float8_e4m3fn",
-            8,
-        )
-
     def test_a_layer_with_heads_of_its_own_number(self) -> None:
         worker = dataclasses.replace(WORKER, tp_size=2, tp_rank=1, num_kv_heads=8)
         derived = valid(derive_layout({name(1): a_cache()}, [a_layer()], FULL, worker), worker)
@@ -111,28 +72,6 @@ class TestAttention:
         cache = a_cache()
         derived = valid(derive_layout({name(1): cache, name(3): cache}, [a_layer()], FULL, WORKER))
         assert {t.layer for t in derived.layout.tensors} == {1}
-
-
-class TestLatents:
-    def test_a_latent_is_one_unit_on_every_rank(self) -> None:
-        worker = dataclasses.replace(WORKER, num_kv_heads=0, tp_size=8, tp_rank=5)
-        layer = a_layer(cache=LATENT, backend="FlashMLABackend")
-        derived = valid(derive_layout({name(1): a_cache(1, 24)}, [layer], FULL, worker), worker)
-        latent = tensor_of(derived, "latent")
-        assert (latent.units, latent.chunk_bytes, latent.token_stride) == ((UnitRange(0, 1),), 48, 48)
-
-    def test_opaque_rows_are_named(self) -> None:
-        facts = AttentionFacts(1, 656, 0, "uint8", 1, encoding="fp8_ds_mla")
-        layer = a_layer(cache=facts, backend="FlashMLASparseBackend")
-        derived = derive_layout({name(1): a_cache(1, 656, torch.uint8)}, [layer], FULL, WORKER)
-        assert tensor_of(derived, "latent").encoding == "fp8_ds_mla"
-
-    def test_an_indexers_block_is_all_keys_then_all_scales(self) -> None:
-        layer = a_layer(cache=INDEXER, backend="DeepseekV32IndexerBackend")
-        derived = valid(derive_layout({name(1): a_cache(1, 132, torch.uint8)}, [layer], FULL, WORKER))
-        key, scale = tensor_of(derived, "indexer.k"), tensor_of(derived, "indexer.scale")
-        assert (key.token_stride, scale.token_stride) == (128, 4)
-        assert scale.offset - key.offset == 128 * TOKENS
 
 
 class TestGroupsAndStages:
@@ -145,21 +84,6 @@ class TestGroupsAndStages:
             ("0.full", None),
             ("1.sliding", 31),
         ]
-
-    def test_groups_may_overlay_one_tensor(self) -> None:
-        """A hybrid's pages: whoever owns the block says what it is."""
-        groups = CacheGroups(
-            (CacheGroup(0, CacheKind.FULL, TOKENS), CacheGroup(1, CacheKind.STATE, TOKENS)), 2
-        )
-        buffer = torch.zeros(BLOCKS * 2048, dtype=torch.int8)
-        attention = torch.as_strided(buffer, (BLOCKS, 2, TOKENS, 32), (2048, 512, 32, 1)).view(torch.bfloat16)
-        page = torch.as_strided(buffer, (BLOCKS, 1, 1, 96 + 128), (2048, 224, 224, 1))
-        state = StateFacts("mamba1", ((16, 3), (16, 4)), (("bfloat16", 2), ("bfloat16", 2)), True)
-        layers = [a_layer(), LayerFacts("model.layers.2.mixer", 1, state)]
-        caches = {name(1): attention, "model.layers.2.mixer": page}
-        derived = valid(derive_layout(caches, layers, groups, WORKER))
-        assert len(derived.storages) == 1
-        assert tensor_of(derived, "conv.x", 2).offset == tensor_of(derived, "k").offset
 
     @pytest.mark.parametrize(
         ("kernel_tokens", "page_bytes", "is_enough"),
@@ -231,13 +155,6 @@ class TestGroupsAndStages:
         layer = a_layer(cache=LATENT, backend="FlashMLABackend")
         derived = valid(derive_layout({name(1): a_cache(1, 24)}, [layer], groups, worker), worker)
         assert derived.layout.groups[0].token_shard == TokenShard(4, 2, 8)
-
-    def test_layers_of_one_allocation_share_a_region(self) -> None:
-        views = layer_views("BLHNC", (3, BLOCKS, 2, TOKENS, 16), torch.bfloat16)
-        caches = {name(layer): view for layer, view in enumerate(views)}
-        derived = valid(derive_layout(caches, [a_layer(i) for i in range(3)], FULL, WORKER))
-        assert len(derived.layout.regions) == 1
-        assert tensor_of(derived, "k", 2).offset - tensor_of(derived, "k", 0).offset == 2 * 2 * 16 * 16 * 2
 
 
 @pytest.mark.parametrize(

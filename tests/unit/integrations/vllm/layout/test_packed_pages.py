@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvxferd.errors import Code, LayoutError, PlanError
+from kvxferd.errors import Code, PlanError
 from kvxferd.integrations.vllm.layout.opaque import opaque_report
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import make_plan
@@ -74,13 +74,6 @@ def test_random_caches_in_random_places(pytestconfig: pytest.Config) -> None:
         family, sink, source, num_tokens = random_pair(seed)
         wrong = pull(PagedEngine(family, sink), PagedEngine(family, source), num_tokens)
         assert wrong == [], f"seed {seed}: {sink} from {source}, {num_tokens} tokens of {family}"
-
-
-def test_an_opaque_page_moves_between_ranks_of_one_number() -> None:
-    """Their pages may lie anywhere: packed or apart, with padding or without."""
-    sink, source = How(tp=4, num_blocks=WIDE), How(tp=4, num_blocks=WIDE, is_packed=False, padding=64)
-    for num_tokens in LENGTHS:
-        assert pull(PagedEngine(UNKNOWN, sink), PagedEngine(UNKNOWN, source), num_tokens) == []
 
 
 def test_one_line_tells_what_is_opaque_and_what_that_forbids() -> None:
@@ -196,21 +189,3 @@ def test_a_window_that_no_cache_has_is_pulled_whole() -> None:
     usual = dataclasses.replace(DEEPSEEK_V41.groups[2], is_never_cached=False)
     family = dataclasses.replace(DEEPSEEK_V41, groups=(*DEEPSEEK_V41.groups[:2], usual))
     assert PagedEngine(family, How(num_blocks=WIDE)).select(lists, 300, 256)["2.sliding"].first_token == 256
-
-
-@pytest.mark.parametrize(
-    ("backend", "why"),
-    [
-        ("", "its attention backend has no name"),
-        ("NoAttentionBackend", "its attention backend is NoAttentionBackend: it keeps no cache"),
-    ],
-)
-def test_a_backend_that_is_refused_is_named(backend: str, why: str) -> None:
-    family = dataclasses.replace(
-        UNKNOWN, caches=(dataclasses.replace(UNKNOWN.caches[0], backend=backend), *UNKNOWN.caches[1:])
-    )
-    with pytest.raises(LayoutError) as caught:
-        PagedEngine(family, How())
-    assert caught.value.message.startswith("cannot describe the cache of layer 'model.layers.0.attn': ")
-    assert why in caught.value.message
-    assert caught.value.message.endswith("(see docs/reference/vllm-support.md)")

@@ -109,14 +109,6 @@ def test_the_extra_is_of_torchs_cuda(cuda: str, extra: str) -> None:
         search("resident", cuda).fail(NO_NIXL)
 
 
-def test_a_pinned_placement_that_is_refused_is_the_only_one_listed() -> None:
-    with pytest.raises(EngineError) as caught:
-        search("exported").fail(FULL)
-    _, line = caught.value.message.splitlines()
-    assert line.startswith("  exported: the daemon refused it: ")
-    assert "--gpu-memory-utilization" in line
-
-
 def test_memory_outside_the_pool_names_why_there_was_none() -> None:
     failure = PlacementFailure(
         "torch's pools do not go with expandable segments", "run: unset PYTORCH_ALLOC_CONF"
