@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Protocol
 
 from kvxferd.mover.linux_process import prepare_thread
 
@@ -82,99 +81,67 @@ class ScatterJob:
         self._pieces = iter(())  # as in `run_piece`
 
 
-class Scatterer(Protocol):
-    """Runs jobs in order."""
+class Scatterer:
+    """Runs jobs in order: in a thread, which the first job starts, or in the engine's steps without one."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, starts_thread: bool = True) -> None:
+        self._clock = clock
+        self._starts_thread = starts_thread
+        self._thread: threading.Thread | None = None
+        self._queue: SimpleQueue[ScatterJob | None] = SimpleQueue()  # the thread's
+        self._jobs: deque[ScatterJob] = deque()  # those that may have a copy left to begin
+        self._is_closing = False
 
     def start(self, job: ScatterJob) -> None:
         """Queue a job."""
-        ...
+        self._forget_handed_out()
+        self._jobs.append(job)
+        if self._thread is not None:
+            self._queue.put(job)
+        elif self._starts_thread:
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="kvxferd-scatter", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are as many as the limits allow; the next job tries again
+            return
+        self._thread = thread
+        for job in self._jobs:
+            self._queue.put(job)
 
     def step(self) -> bool:
-        """Do the engine's part of the work; return whether there was any."""
-        ...
+        """Do the engine's part of the work, for `INLINE_S` at most; return whether there was any."""
+        if self._thread is not None:
+            return False
+        began, moved = self._clock(), False
+        while self.help():
+            moved = True
+            if self._clock() >= began + INLINE_S:
+                break
+        return moved
 
     def help(self) -> bool:
         """Make one copy beside the thread, because the engine has nothing else to do.
 
         Return whether there was any.
         """
-        ...
-
-    def close(self) -> None:
-        """Return once no job runs, or ever will. Jobs that were queued are cancelled."""
-        ...
-
-
-class InlineScatterer:
-    """Scatters in the engine's own steps."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._jobs: deque[ScatterJob] = deque()
-
-    def start(self, job: ScatterJob) -> None:
-        self._jobs.append(job)
-
-    def step(self) -> bool:
+        self._forget_handed_out()
         if not self._jobs:
             return False
-        began = self._clock()
-        moved = False
-        while self._jobs and self._clock() < began + INLINE_S:
-            moved = True
-            self._jobs[0].run_piece()
-            if self._jobs[0].is_over:
-                self._jobs.popleft()
-        return moved
-
-    def help(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._jobs.clear()
-
-
-class ThreadScatterer:
-    """Scatters in a thread, which the first job starts; in the engine's steps where there is no thread."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[ScatterJob | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._is_closing = False
-        self._started: deque[ScatterJob] = deque()  # of the thread, those that may have a copy left to begin
-        self._without_thread = InlineScatterer()
-
-    def start(self, job: ScatterJob) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="kvxferd-scatter", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # there are as many as the limits allow
-                self._without_thread.start(job)
-                return
-            self._thread = thread
-        self._forget_handed_out()
-        self._started.append(job)
-        self._queue.put(job)
-
-    def step(self) -> bool:
-        return self._without_thread.step()
-
-    def help(self) -> bool:
-        self._forget_handed_out()
-        if not self._started:
-            return False
-        self._started[0].run_piece()
+        self._jobs[0].run_piece()
         return True
 
     def _forget_handed_out(self) -> None:
-        while self._started and self._started[0].is_handed_out:
-            self._started.popleft()
+        while self._jobs and self._jobs[0].is_handed_out:
+            self._jobs.popleft()
 
     def close(self) -> None:
+        """Return once no job runs, or ever will. Jobs that were queued are cancelled."""
         # Without a limit: while a copy runs, the memory is in use, and nobody may be told otherwise.
         self._is_closing = True
-        self._without_thread.close()
+        self._jobs.clear()
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()

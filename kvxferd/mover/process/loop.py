@@ -19,7 +19,7 @@ from kvxferd.fd_wait import PreciseWait
 from kvxferd.frame_socket import FrameSocket, close_fds, dup_fds
 from kvxferd.ids import PullId, Ticket
 from kvxferd.mover.chunks.chunk_pool import ChunkPool
-from kvxferd.mover.chunks.scatterer import ThreadScatterer
+from kvxferd.mover.chunks.scatterer import Scatterer
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.binding import Bindings
 from kvxferd.mover.reads.pull_engine import PullEngine
@@ -87,12 +87,13 @@ class MoverLoop:
         outbox: deque[wire.FromMover] = deque()
         self._transport = StagedTransport(transport, report=outbox.append)
         self._watch_worker = watch_worker
+        self._chunks = ChunkPool(self._transport, report=outbox.append)
         self._engine = PullEngine(
             self._transport,
-            ChunkPool(self._transport, report=outbox.append),
+            self._chunks,
             max_runs=max_runs,
             outbox=outbox,
-            scatterer=ThreadScatterer(),
+            scatterer=Scatterer(),
         )
         self._bindings = Bindings(self._transport, own_regions=own_regions)
         self._early_block_ids = BlockIdAssembly()
@@ -188,7 +189,7 @@ class MoverLoop:
 
     def _release_idle_chunks(self) -> None:
         self._next_idle_check = time.perf_counter() + IDLE_CHECK_S
-        self._engine.release_idle_chunks()
+        self._chunks.release_idle(time.perf_counter())
 
     def _wait(self) -> bool:
         """Pause if it is time to, and return whether the stream is readable."""
@@ -201,7 +202,7 @@ class MoverLoop:
         if self._bindings.has_pages_to_prefault and not self._engine.is_busy:
             self._bindings.prefault_some()
             return bool(self._readable_ms.poll(0))
-        if pause is None and self._engine.holds_chunks:
+        if pause is None and self._chunks.is_wanted:
             self._release_idle_chunks()
             pause = IDLE_CHECK_S
         return self._readable_us.wait(pause, writable=not self._stream.is_flushed)
@@ -247,7 +248,7 @@ class MoverLoop:
             case wire.ReportPull():
                 self._engine.report_progress(message.pull)
             case wire.ChunkMemoryGranted():
-                self._engine.set_chunk_memory(message)
+                self._chunks.set_grant(message.num_chunks, time.perf_counter())
             case _:
                 assert_never(message)
 

@@ -28,7 +28,6 @@ from kvxferd.mover.transport.base import HOST, MemoryKind, Transport, TransportE
 from kvxferd.plan.read_costs import CostModel, ReadShape
 from kvxferd.plan.stretches import StretchForm
 from kvxferd.wire.common import RegionAddress
-from kvxferd.wire.mover import ChunkMemoryGranted
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,19 +87,6 @@ class CoveringReads:
     def is_draining(self) -> bool:
         """Whether a read of a pull that has ended is in flight."""
         return bool(self._draining)
-
-    @property
-    def holds_chunks(self) -> bool:
-        """Whether there is memory that `release_idle` may give back some time."""
-        return self._chunks.is_wanted
-
-    def set_grant(self, granted: ChunkMemoryGranted) -> None:
-        """Hold this much memory at most."""
-        self._chunks.set_grant(granted.num_chunks, self._clock())
-
-    def release_idle(self) -> None:
-        """Give back chunks that nothing has needed for a while."""
-        self._chunks.release_idle(self._clock())
 
     def step(self) -> bool:
         """Scatter, unless a thread does; poll the reads of pulls that have ended."""

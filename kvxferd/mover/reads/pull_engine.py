@@ -31,7 +31,7 @@ from kvxferd.ids import AgentName, Digest, PullId, Rank, RegionId
 from kvxferd.mover.chunks.chunk_pool import ChunkPool
 from kvxferd.mover.chunks.covering import CoverSlicer
 from kvxferd.mover.chunks.device_scatter import DeviceScatterer
-from kvxferd.mover.chunks.scatterer import InlineScatterer, Scatterer
+from kvxferd.mover.chunks.scatterer import Scatterer
 from kvxferd.mover.chunks.slices import SliceBudget
 from kvxferd.mover.reads.covering_reads import CoveringReads, as_transport_error
 from kvxferd.mover.reads.pull_state import InflightRead, LoadedPlan, PullFailure, PullState
@@ -50,7 +50,6 @@ from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.mover import (
     MAX_AWAITED,
-    ChunkMemoryGranted,
     FromMover,
     PullDone,
     PullProgress,
@@ -108,7 +107,7 @@ class PullEngine:
             self.remote_agents,
             clock,
             chunks,
-            InlineScatterer(clock) if scatterer is None else scatterer,
+            Scatterer(clock, starts_thread=False) if scatterer is None else scatterer,
             self._budgets,
             self._costs,
         )
@@ -208,19 +207,6 @@ class PullEngine:
         if pull is not None and not pull.reported:
             agents = tuple(dict.fromkeys(pull.awaited_agents()))[:MAX_AWAITED]
             self.outbox.append(PullProgress(pull=number, phase=pull.phase, agents=agents))
-
-    @property
-    def holds_chunks(self) -> bool:
-        """Whether there are free chunks that `release_idle_chunks` may give back some time."""
-        return self._covering.holds_chunks
-
-    def set_chunk_memory(self, granted: ChunkMemoryGranted) -> None:
-        """Hold this much memory for covering reads at most."""
-        self._covering.set_grant(granted)
-
-    def release_idle_chunks(self) -> None:
-        """Give back the memory of chunks that are long unused."""
-        self._covering.release_idle()
 
     def close(self) -> None:
         """Return once nothing here writes the blocks any more. The transport is closed."""

@@ -11,7 +11,7 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.ids import PullId, SessionId, Ticket
 from kvxferd.mover.chunks.chunk_pool import ChunkPool, ChunkState
-from kvxferd.mover.chunks.scatterer import InlineScatterer
+from kvxferd.mover.chunks.scatterer import Scatterer
 from kvxferd.mover.process.loop import IDLE_CHECK_S
 from kvxferd.mover.reads.pull_engine import PullEngine
 from kvxferd.mover.transport.base import MemoryRange
@@ -67,7 +67,9 @@ class Mover(Actor):
             chunks,
             clock=lambda: self.agenda.now,
             outbox=outbox,
-            scatterer=CopyThread(self, copy_s) if copy_s else InlineScatterer(lambda: self.agenda.now),
+            scatterer=CopyThread(self, copy_s)
+            if copy_s
+            else Scatterer(lambda: self.agenda.now, starts_thread=False),
             max_runs=daemon.rng.choice(MAX_RUNS_A_PART),
         )
         self._rules = rules = ReadRules(self, chunks)
@@ -183,7 +185,7 @@ class Mover(Actor):
                 self._engine.report_progress(message.pull)
             case mv.ChunkMemoryGranted():
                 self._rules.handle(message)
-                self._engine.set_chunk_memory(message)
+                self._chunks.set_grant(message.num_chunks, self.agenda.now)
         self.wake()
 
     def _dies_of(self, start: mv.StartPull) -> bool:
@@ -209,7 +211,7 @@ class Mover(Actor):
             self._report_engine(outbox.popleft())
         if self.is_alive:
             self._rules.check(self._engine._by_id)
-        if self._engine.holds_chunks and not self._is_idle_check_due:
+        if self._chunks.is_wanted and not self._is_idle_check_due:
             self._is_idle_check_due = True
             self.after(IDLE_CHECK_S, self._check_idle)
         if self._engine.is_busy and not self._is_poll_due:
@@ -222,7 +224,7 @@ class Mover(Actor):
 
     def _check_idle(self) -> None:
         self._is_idle_check_due = False
-        self._engine.release_idle_chunks()
+        self._chunks.release_idle(self.agenda.now)
         self.wake()
 
     def _check_is_over(self, message: mv.FromMover) -> None:

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from kvxferd.ids import AgentName, Digest, PullId, Rank, RegionId
 from kvxferd.mover.chunks.chunk_pool import IDLE_S, RETRY_S, SLOW_S, ChunkState
 from kvxferd.mover.chunks.covering import CoverSlicer
-from kvxferd.mover.chunks.scatterer import ScatterJob, ThreadScatterer
+from kvxferd.mover.chunks.scatterer import Scatterer, ScatterJob
 from kvxferd.mover.reads.pull_engine import MAX_INFLIGHT, STALLED_S
 from kvxferd.mover.transport.base import MemoryRange, TransportError
 from kvxferd.plan import encode_plan, make_plan
 from kvxferd.plan.covering import Stretches
 from kvxferd.plan.stretches import Copies, StretchForm
 from kvxferd.wire.common import RegionAddress
-from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest, FenceLocation, SourceRank, StartPull
+from kvxferd.wire.mover import ChunkMemoryRequest, FenceLocation, SourceRank, StartPull
 from tests.support.memory_transport import MemoryTransport
 from tests.support.mover_harness import packed
 from tests.support.pull_engine_harness import WORD, Bench, Memory, layout, scattered, spec
@@ -79,16 +79,16 @@ def test_a_chunk_that_the_library_does_not_let_go_is_lost() -> None:
     num = bench.chunks.count(ChunkState.FREE)
     assert num > 1
     for _ in range(3):
-        bench.engine.set_chunk_memory(ChunkMemoryGranted(0))
+        bench.chunks.set_grant(0, bench.now)
         bench.now += IDLE_S
-        bench.engine.release_idle_chunks()
+        bench.chunks.release_idle(bench.now)
     assert refusing.num_calls == num
     assert bench.chunks.count(ChunkState.LOST) == num
     assert reports[-1].num_held == reports[-1].num_lost == num
     assert len(reports) <= num + 2  # each lost chunk, the smaller grant, and that none is wanted
     number = bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(num))
+    bench.chunks.set_grant(num, bench.now)
     bench.run()
     assert bench.outcomes()[number].delivered
 
@@ -150,7 +150,7 @@ def test_scatters_run_in_the_engines_steps_where_no_thread_can_be_started(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    bench = Bench(chunk_bytes=CHUNK, scatterer=ThreadScatterer())
+    bench = Bench(chunk_bytes=CHUNK, scatterer=Scatterer())
     assert bench.pull(scattered(100)).delivered
 
 
@@ -160,7 +160,7 @@ class Image:
 
 def test_a_cancelled_scatter_keeps_nothing() -> None:
     """A chunk that is given back is unmapped, whatever the thread did last."""
-    thread = ThreadScatterer()
+    thread = Scatterer()
     image = Image()
     gone = weakref.ref(image)
 

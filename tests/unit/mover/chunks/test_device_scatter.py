@@ -192,7 +192,7 @@ def test_chunks_of_the_gpu_are_given_back(driver: CountingDriver) -> None:
     bench.run()
     assert num_open_fds() > before, "the fake driver's memory"
     bench.now += IDLE_S
-    bench.engine.release_idle_chunks()
+    bench.chunks.release_idle(bench.now)
     assert num_open_fds() == before
     bench.close()
 

@@ -32,7 +32,7 @@ def test_idle_chunks_are_given_back_by_a_mover_that_polls_for_its_readers(
     transport = MemoryTransport(Fabric(), AgentName("a"))
     backoff = PollBackoff(lambda: False)
     loop = MoverLoop(stream, transport, backoff, os.close)
-    pool = loop._engine._covering._chunks
+    pool = loop._chunks
     pool.set_grant(1, time.perf_counter())
     chunk = pool.acquire(AgentName("b"), time.perf_counter(), is_wanted_elsewhere=False)
     assert chunk is not None

@@ -8,11 +8,11 @@ import pytest
 
 from kvxferd.errors import Code
 from kvxferd.mover.chunks.chunk_pool import IDLE_S, SLOW_S, STUCK_S, ChunkState
-from kvxferd.mover.chunks.scatterer import InlineScatterer, ScatterJob, ThreadScatterer
+from kvxferd.mover.chunks.scatterer import Scatterer, ScatterJob
 from kvxferd.mover.chunks.slices import SHORT_BYTES
 from kvxferd.mover.reads import covering_reads
 from kvxferd.mover.transport.base import TransportError
-from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest
+from kvxferd.wire.mover import ChunkMemoryRequest
 from tests.support.pull_engine_harness import (
     HEAD,
     Bench,
@@ -50,7 +50,7 @@ def test_bytes_arrive_through_chunks(chunk_bytes: int, polls: int, max_runs: int
 
 
 def test_bytes_arrive_through_a_thread() -> None:
-    bench = Bench(chunk_bytes=CHUNK, scatterer=(thread := ThreadScatterer()))
+    bench = Bench(chunk_bytes=CHUNK, scatterer=(thread := Scatterer()))
     number = bench.start(scattered(200))
     while not bench.outcomes():
         bench.engine.step()
@@ -275,18 +275,18 @@ def test_chunks_are_given_back_when_they_are_idle(bench: Bench) -> None:
     held = bench.chunks.num_bytes
     assert held
     bench.now += IDLE_S / 2
-    bench.engine.release_idle_chunks()
+    bench.chunks.release_idle(bench.now)
     assert bench.chunks.num_bytes == held
     bench.now += IDLE_S / 2
-    bench.engine.release_idle_chunks()
+    bench.chunks.release_idle(bench.now)
     assert bench.chunks.num_bytes == 0
-    assert not bench.engine.holds_chunks
+    assert not bench.chunks.is_wanted
     assert bench.pull(scattered(100)).delivered
 
 
 def test_a_thread_that_is_closed_runs_no_scatter() -> None:
     """`close` returns when the copy under way is done; what was queued is never begun."""
-    thread = ThreadScatterer()
+    thread = Scatterer()
     ran: list[int] = []
 
     def pieces(number: int) -> object:
@@ -305,7 +305,7 @@ def test_a_thread_that_is_closed_runs_no_scatter() -> None:
 
 def test_a_scatter_is_over_once_the_copies_of_both_threads_are() -> None:
     """The engine makes the last copy while the thread is at the one before: the blocks are still written."""
-    thread = ThreadScatterer()
+    thread = Scatterer()
     has_begun, may_end = threading.Event(), threading.Event()
     ran: list[str] = []
 
@@ -330,7 +330,7 @@ def test_a_scatter_is_over_once_the_copies_of_both_threads_are() -> None:
 
 
 def test_a_copy_that_fails_beside_another_is_over_after_both() -> None:
-    thread = ThreadScatterer()
+    thread = Scatterer()
     has_begun, may_end = threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -387,7 +387,7 @@ def test_the_engine_polls_a_read_in_flight_and_does_not_copy() -> None:
 
 def test_inline_scatters_are_bounded_in_time() -> None:
     now = [0.0]
-    inline = InlineScatterer(lambda: now[0])
+    inline = Scatterer(lambda: now[0], starts_thread=False)
 
     def pieces() -> object:
         while True:
@@ -452,7 +452,7 @@ def test_no_chunk_is_made_before_the_daemon_has_granted_its_memory() -> None:
     bench.run()
     assert bench.fabric.posts == []
     assert [(one.num_wanted, one.num_held) for one in bench.reports] == [(4, 0)]
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(2))
+    bench.chunks.set_grant(2, bench.now)
     bench.run()
     assert bench.outcomes()[number].delivered
     check_arrived(bench, scattered(8))
@@ -464,7 +464,7 @@ def test_a_pull_whose_daemon_grants_nothing_reads_directly_at_once() -> None:
     bench = Granting()
     number = bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(0))
+    bench.chunks.set_grant(0, bench.now)
     bench.run()
     assert bench.outcomes()[number].delivered
     check_arrived(bench, scattered(8))
@@ -488,11 +488,11 @@ def test_chunks_over_a_lower_grant_are_given_back_when_they_are_free() -> None:
     bench.fabric.stalled |= set(bench.agents)
     number = bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(4))
+    bench.chunks.set_grant(4, bench.now)
     bench.run()
     held = bench.chunks.num_bytes
     assert held >= 2 * CHUNK
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(1))
+    bench.chunks.set_grant(1, bench.now)
     assert bench.chunks.num_bytes == bench.reports[-1].num_held * CHUNK == held, "they are being read"
     bench.fabric.stalled.clear()
     bench.run()
@@ -506,7 +506,7 @@ def test_a_lost_chunk_is_reported() -> None:
     bench.fabric.polls_per_read = 2
     bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(4))
+    bench.chunks.set_grant(4, bench.now)
     bench.fabric.errors[bench.agents[1]] = TransportError("odd", settled=False)
     bench.run()
     assert bench.reports[-1].num_lost == 1
@@ -516,18 +516,18 @@ def test_an_idle_mover_wants_nothing_and_asks_again_when_it_reads() -> None:
     bench = Granting()
     bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(4))
+    bench.chunks.set_grant(4, bench.now)
     bench.run()
     bench.now += IDLE_S
-    bench.engine.release_idle_chunks()
+    bench.chunks.release_idle(bench.now)
     assert (bench.reports[-1].num_wanted, bench.chunks.num_bytes) == (0, 0)
-    assert not bench.engine.holds_chunks
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(0))
+    assert not bench.chunks.is_wanted
+    bench.chunks.set_grant(0, bench.now)
     assert bench.reports[-1].num_held == 0
     number = bench.start(scattered(8))
     bench.run()
     assert bench.reports[-1].num_wanted == 4
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(4))
+    bench.chunks.set_grant(4, bench.now)
     bench.run()
     assert bench.outcomes()[number].delivered
 
@@ -537,7 +537,7 @@ def test_a_read_of_an_ended_pull_that_never_ends_is_reported_as_lost() -> None:
     bench.fabric.stalled.add(bench.agents[0])
     number = bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(4))
+    bench.chunks.set_grant(4, bench.now)
     bench.run()
     bench.engine.abort(number)
     bench.run()
