@@ -24,7 +24,7 @@ from kvxferd.mover.chunks.slices import SliceBudget
 from kvxferd.mover.reads.pull_state import CoveringRead, PullFailure, PullState, Unposted
 from kvxferd.mover.reads.region_map import split_by_memory
 from kvxferd.mover.reads.remote_agents import RemoteAgents
-from kvxferd.mover.transport.base import HOST, MemoryKind, Transport, TransportError
+from kvxferd.mover.transport.base import HOST, MemoryKind, TransportError
 from kvxferd.plan.read_costs import CostModel, ReadShape
 from kvxferd.plan.stretches import StretchForm
 from kvxferd.wire.common import RegionAddress
@@ -39,7 +39,6 @@ class CoveringReads:
 
     def __init__(
         self,
-        transport: Transport,
         remote_agents: RemoteAgents,
         clock: Callable[[], float],
         chunks: ChunkPool,
@@ -48,7 +47,6 @@ class CoveringReads:
         costs: CostModel,
     ) -> None:
         """`budgets`, `costs`: of all slices, the direct reads' too."""
-        self._transport = transport
         self._remote_agents = remote_agents
         self._clock = clock
         self._chunks = chunks
@@ -97,14 +95,13 @@ class CoveringReads:
         for read in draining:
             assert read.handle is not None
             try:
-                if not self._transport.poll(read.handle):
+                if not self._remote_agents.poll(read.agent, read.handle):
                     continue
-            except Exception as error:
+            except TransportError as failure:
                 self._draining.remove(read)
-                self._on_failed(read, error)
+                self._on_failed(read, failure)
             else:
                 self._draining.remove(read)
-                self._end_read(read)
                 self._move(read.chunk, ChunkState.FREE)
             moved = True
         if draining:
@@ -154,18 +151,13 @@ class CoveringReads:
         return None
 
     def _post(self, pull: PullState, one: Unposted, read: CoveringRead) -> None:
-        if problem := self._remote_agents.ensure_loaded(one.agent):
-            self._move(read.chunk, ChunkState.FREE)
-            pull.fail(PullFailure(Code.TRANSPORT, problem, self._clock(), one.agent))
-            return
-        self._remote_agents.read_started(one.agent)
+        # Of one kind of memory: where a registered piece ends, a descriptor is cut, and not the image.
+        whole = read.fill.runs(read.chunk.address)
+        ((_, runs),) = split_by_memory(whole, None, pull.remote_maps.get(one.rank))
         try:
-            # Of one kind of memory: where a registered piece ends, a descriptor is cut, and not the image.
-            whole = read.fill.runs(read.chunk.address)
-            ((_, runs),) = split_by_memory(whole, None, pull.remote_maps.get(one.rank))
-            read.handle = self._transport.post(one.agent, runs, one.kinds)
-        except Exception as error:
-            self._on_failed(read, error, pull)
+            read.handle = self._remote_agents.post(one.agent, runs, one.kinds)
+        except TransportError as failure:
+            self._on_failed(read, failure, pull)
             return
         finally:
             pull.post_s += self._clock() - read.posted_at
@@ -184,11 +176,11 @@ class CoveringReads:
                 continue
             assert read.handle is not None
             try:
-                if not self._transport.poll(read.handle):
+                if not self._remote_agents.poll(read.agent, read.handle):
                     continue
-            except Exception as error:
+            except TransportError as failure:
                 pull.covering.remove(read)
-                self._on_failed(read, error, pull)
+                self._on_failed(read, failure, pull)
             else:
                 self._on_read_done(pull, read)
             moved = True
@@ -217,7 +209,7 @@ class CoveringReads:
     # --- how a read ends
 
     def _on_read_done(self, pull: PullState, read: CoveringRead) -> None:
-        self._end_read(read)
+        read.handle = None
         now = self._clock()
         if (budget := self._budgets.get(read.agent)) is not None:
             budget.update(now - read.posted_at, read.used_whole_budget)
@@ -253,17 +245,9 @@ class CoveringReads:
             code = job.error.code if isinstance(job.error, KvxferdError) else Code.INTERNAL
             pull.fail(PullFailure(code, message, self._clock()))
 
-    def _end_read(self, read: CoveringRead) -> None:
-        assert read.handle is not None
-        self._transport.release(read.handle)
-        self._remote_agents.read_ended(read.agent)
-        read.handle = None
-
-    def _on_failed(self, read: CoveringRead, error: Exception, pull: PullState | None = None) -> None:
+    def _on_failed(self, read: CoveringRead, failure: TransportError, pull: PullState | None = None) -> None:
         """End a read that failed. Only the chunk may still be written; `pull`: unless it has ended."""
         read.handle = None
-        failure = as_transport_error(read.agent, error)
-        self._remote_agents.read_ended(read.agent, failure.lost)
         if failure.lost:
             self._budgets.pop(read.agent, None)
         self._move(read.chunk, ChunkState.FREE if failure.settled else ChunkState.LOST)
@@ -272,14 +256,6 @@ class CoveringReads:
 
     def _move(self, chunk: Chunk, state: ChunkState) -> None:
         self._chunks.move(chunk, state, self._clock())
-
-
-def as_transport_error(agent: AgentName, error: Exception) -> TransportError:
-    """Return what a failed read proves. An exception that no transport should raise proves nothing."""
-    if isinstance(error, TransportError):
-        return error
-    _LOG.error("transport failed unexpectedly: agent=%s", agent, exc_info=error)
-    return TransportError(repr(error), settled=False)
 
 
 def _bytes_of(region: RegionAddress) -> Bytes:

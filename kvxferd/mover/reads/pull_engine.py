@@ -33,7 +33,7 @@ from kvxferd.mover.chunks.covering import CoverSlicer
 from kvxferd.mover.chunks.device_scatter import DeviceScatterer
 from kvxferd.mover.chunks.scatterer import Scatterer
 from kvxferd.mover.chunks.slices import SliceBudget
-from kvxferd.mover.reads.covering_reads import CoveringReads, as_transport_error
+from kvxferd.mover.reads.covering_reads import CoveringReads
 from kvxferd.mover.reads.pull_state import InflightRead, LoadedPlan, PullFailure, PullState
 from kvxferd.mover.reads.region_map import RegionMap, is_plain
 from kvxferd.mover.reads.remote_agents import RemoteAgents
@@ -87,12 +87,11 @@ class PullEngine:
         """`chunks`: for covering reads. `max_runs`: about how many runs of a pull are expanded at a time."""
         self.outbox: deque[FromMover] = deque() if outbox is None else outbox
         self.remote_agents = RemoteAgents(transport)
-        self._transport = transport
         self._clock = clock
         self._max_runs = max_runs
         self._word_slots = WordSlots(transport)
         self._costs = CostModel()
-        self._warmup = ConnectionWarmup(transport, self.remote_agents, self._word_slots, clock)
+        self._warmup = ConnectionWarmup(self.remote_agents, self._word_slots, clock)
         self._flush: Callable[[], None] | None = None
         self._region_addresses: Mapping[RegionId, int] = {}
         self._region_map: RegionMap | None = None
@@ -103,7 +102,6 @@ class PullEngine:
         self._always_covers = False
         self._read_directly: set[AgentName] = set()  # although covering reads are asked for: logged once
         self._covering = CoveringReads(
-            transport,
             self.remote_agents,
             clock,
             chunks,
@@ -398,16 +396,12 @@ class PullEngine:
         was_full: bool,
         shape: ReadShape | None = None,
     ) -> None:
-        if problem := self.remote_agents.ensure_loaded(agent):
-            pull.fail(PullFailure(Code.TRANSPORT, problem, self._clock(), agent))
-            return
         began = self._clock()
-        self.remote_agents.read_started(agent)
         try:
-            handle = self._transport.post(agent, runs, kinds)
-        except Exception as error:
-            pull.started |= not _was_not_posted(error)
-            self._on_read_failed(pull, agent, error)
+            handle = self.remote_agents.post(agent, runs, kinds)
+        except TransportError as failure:
+            pull.started |= failure.lost or not failure.settled  # else it was refused before it was posted
+            self._on_read_failed(pull, agent, failure)
             return
         finally:
             pull.post_s += self._clock() - began
@@ -422,11 +416,11 @@ class PullEngine:
         moved = False
         for read in tuple(pull.inflight):
             try:
-                if not self._transport.poll(read.handle):
+                if not self.remote_agents.poll(read.agent, read.handle):
                     continue
-            except Exception as error:
+            except TransportError as failure:
                 pull.inflight.remove(read)
-                self._on_read_failed(pull, read.agent, error)
+                self._on_read_failed(pull, read.agent, failure)
             else:
                 pull.inflight.remove(read)
                 self._on_read_done(pull, read)
@@ -435,8 +429,6 @@ class PullEngine:
 
     def _on_read_done(self, pull: PullState, read: InflightRead) -> None:
         now = self._clock()
-        self._transport.release(read.handle)
-        self.remote_agents.read_ended(read.agent)
         if pull.fence_posted_at is None:
             pull.data_done_at = now
         budget = self._budgets.get(read.agent)
@@ -445,9 +437,7 @@ class PullEngine:
         if read.shape is not None:
             self._costs.learn(read.agent, read.shape, read.posted_at, now)
 
-    def _on_read_failed(self, pull: PullState, agent: AgentName, error: Exception) -> None:
-        failure = as_transport_error(agent, error)
-        self.remote_agents.read_ended(agent, failure.lost)
+    def _on_read_failed(self, pull: PullState, agent: AgentName, failure: TransportError) -> None:
         if failure.lost:
             self._budgets.pop(agent, None)
         pull.in_doubt |= not failure.settled
@@ -532,8 +522,3 @@ class PullEngine:
                 queue.remove(pull)
         if pull.fence_word_slot is not None and not pull.in_doubt:
             self._word_slots.release(pull.fence_word_slot)
-
-
-def _was_not_posted(error: Exception) -> bool:
-    """Whether the library refused before it posted anything."""
-    return isinstance(error, TransportError) and error.settled and not error.lost

@@ -1,4 +1,4 @@
-"""Remote agents that a mover has loaded, and when it is safe to drop or reload one."""
+"""Remote agents that a mover has loaded, their reads, and when it is safe to drop or reload one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 from collections import defaultdict
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport.base import Transport, TransportError
+from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Transport, TransportError
+from kvxferd.plan import Runs
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class RemoteAgents:
         self._load_errors: dict[AgentName, str] = {}
 
     def load(self, agent: AgentName, metadata: bytes) -> None:
-        """Load an agent, or more of its memory. `ensure_loaded` reports what went wrong."""
+        """Load an agent, or more of its memory. `post` reports what went wrong."""
         known = self._metadata.setdefault(agent, [])
         if metadata in known:
             return
@@ -40,7 +41,33 @@ class RemoteAgents:
             self._stale.add(agent)
             self._drop_if_idle(agent)
 
-    def ensure_loaded(self, agent: AgentName) -> str:
+    def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
+        """Post a read as `Transport.post` does. One that is not done is to be polled until it is over.
+
+        Raises TransportError, and nothing else: what no transport should raise proves nothing.
+        """
+        if problem := self._ensure_loaded(agent):
+            raise TransportError(problem, settled=True)
+        self._in_flight[agent] += 1
+        try:
+            handle = self._transport.post(agent, runs, kinds)
+        except Exception as error:
+            raise self._read_failed(agent, error) from None
+        if handle.done:
+            self._read_done(agent, handle)
+        return handle
+
+    def poll(self, agent: AgentName, handle: ReadHandle) -> bool:
+        """Return whether a read is done, whose handle is then released. Raises as `post`, once."""
+        try:
+            if not self._transport.poll(handle):
+                return False
+        except Exception as error:
+            raise self._read_failed(agent, error) from None
+        self._read_done(agent, handle)
+        return True
+
+    def _ensure_loaded(self, agent: AgentName) -> str:
         """Load the agent again if need be; return why it cannot be read, "" if it can."""
         if agent not in self._metadata:
             return f"cannot read from agent {agent}: it is not known here"
@@ -51,17 +78,24 @@ class RemoteAgents:
                 self._load_one(agent, metadata)
         return self._load_errors.get(agent, "")
 
-    def read_started(self, agent: AgentName) -> None:
-        """Count a read from the agent that is about to be posted."""
-        self._in_flight[agent] += 1
+    def _read_done(self, agent: AgentName, handle: ReadHandle) -> None:
+        self._transport.release(handle)
+        self._read_ended(agent)
 
-    def read_ended(self, agent: AgentName, lost: bool = False) -> None:
-        """Count a read from the agent that is terminal; `lost`: its connection is dead."""
+    def _read_failed(self, agent: AgentName, error: Exception) -> TransportError:
+        """Return what a failed read proves."""
+        if not isinstance(error, TransportError):
+            _LOG.error("transport failed unexpectedly: agent=%s", agent, exc_info=error)
+            error = TransportError(repr(error), settled=False)
+        if error.lost:
+            self._stale.add(agent)
+        self._read_ended(agent)
+        return error
+
+    def _read_ended(self, agent: AgentName) -> None:
         self._in_flight[agent] -= 1
         if not self._in_flight[agent]:
             del self._in_flight[agent]
-        if lost:
-            self._stale.add(agent)
         if agent in self._stale and agent not in self._metadata:
             self._drop_if_idle(agent)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvxferd.ids import AgentName
 from kvxferd.mover.reads.remote_agents import RemoteAgents
-from kvxferd.mover.transport.base import ReadHandle, Transport, TransportError
+from kvxferd.mover.transport.base import ReadHandle, TransportError
 from kvxferd.mover.transport.buffers import WordSlots
 from kvxferd.mover.transport.runs import single_run
 from kvxferd.wire.limits import FENCE_WORD_BYTES
@@ -35,12 +35,10 @@ class ConnectionWarmup:
 
     def __init__(
         self,
-        transport: Transport,
         remotes: RemoteAgents,
         word_slots: WordSlots,
         clock: Callable[[], float],
     ) -> None:
-        self._transport = transport
         self._remotes = remotes
         self._word_slots = word_slots
         self._clock = clock
@@ -54,18 +52,16 @@ class ConnectionWarmup:
 
     def start(self, agent: AgentName, address: int) -> None:
         """Read a word at an address of the agent's host memory, once for each agent."""
-        if (
-            agent in self._started
-            or self._remotes.ensure_loaded(agent)
-            or (slot := self._word_slots.acquire()) is None
-        ):
+        if agent in self._started or (slot := self._word_slots.acquire()) is None:
             return
         self._started.add(agent)
-        self._remotes.read_started(agent)
         try:
-            handle = self._transport.post(agent, single_run(slot, address, FENCE_WORD_BYTES))
+            handle = self._remotes.post(agent, single_run(slot, address, FENCE_WORD_BYTES))
         except TransportError as error:
             self._on_failure(agent, slot, error)
+            return
+        if handle.done:
+            self._word_slots.release(slot)
             return
         self._reads.append(_WarmupRead(handle, agent, slot, self._clock() + WARMUP_TIMEOUT_S))
 
@@ -78,13 +74,11 @@ class ConnectionWarmup:
         moved = False
         for read in tuple(self._reads):
             try:
-                if not self._transport.poll(read.handle):
+                if not self._remotes.poll(read.agent, read.handle):
                     continue
             except TransportError as error:
                 self._on_failure(read.agent, read.slot, error)
             else:
-                self._transport.release(read.handle)
-                self._remotes.read_ended(read.agent)
                 self._word_slots.release(read.slot)
             self._reads.remove(read)
             moved = True
@@ -93,6 +87,5 @@ class ConnectionWarmup:
     def _on_failure(self, agent: AgentName, slot: int, error: TransportError) -> None:
         _LOG.info("agent not connected ahead: agent=%s reason=%s", agent, error.message)
         self._started.discard(agent)
-        self._remotes.read_ended(agent, error.lost)
         if error.settled:  # otherwise something may still land there
             self._word_slots.release(slot)

@@ -176,7 +176,7 @@ def test_an_agent_is_not_dropped_under_a_read(bench: Bench, agent: int) -> None:
     number = bench.start(scattered(8))
     bench.run()
     bench.engine.remote_agents.drop(bench.agents[agent])
-    assert bench.engine.remote_agents.ensure_loaded(bench.agents[agent])
+    assert bench.engine.remote_agents._ensure_loaded(bench.agents[agent])
     bench.fabric.stalled.clear()
     bench.run()
     # The fence word is read from agent 0; a pull that only needed the data of agent 1 has it.
