@@ -192,7 +192,7 @@ class Large(StillNode):
 async def test_a_client_that_reads_nothing_is_closed_and_costs_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connections, "WRITE_S", 0.5)
+    monkeypatch.setattr(http_connections, "WRITE_S", 2.0)
     monkeypatch.setattr(http_connections, "SWEEP_S", 0.05)
     async with serving(config_in(tmp_path), Large()) as server:
         held = []
