@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(not can_fork(), reason="this system does not allow unshare(CLONE_FILES)"),
 ]
 
-MAX_SEEDS = 25
+MAX_SEEDS = 40
 FENCE_BYTES = 16
 
 _real_handle = Worker._handle
