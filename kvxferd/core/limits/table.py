@@ -31,6 +31,7 @@ class Limit(NamedTuple):
     is_of_peers: bool = False  # shared by CURVE key, or without keys by connection; else by user
     retry_after_s: float = RETRY_AFTER_S
     unit: str = ""  # "bytes", where they are
+    refuses: bool = True  # with `busy`; False: what is past it is dropped, or something else goes
 
 
 PEERS = Limit(
@@ -118,6 +119,7 @@ EARLY_READY = Limit(
     "The report is not kept. Another daemon sends it again for two minutes; else the transfer is not ready "
     "before its rank says so again",
     "Eight engines with all transfers that they may have; an entry takes 1 KB where names are long",
+    refuses=False,
 )
 ENDED_TRANSFERS = Limit(
     "ended_transfers",
@@ -137,6 +139,7 @@ ACKNOWLEDGED = Limit(
     "The acknowledgement is not kept",
     "150 bytes each: 4,096 transfers that 64 ranks of one reader have read and others have not",
     is_of_peers=True,
+    refuses=False,
 )
 WAITING_BYTES = Limit(
     "waiting_bytes",
@@ -160,6 +163,7 @@ OWNED_RANKS = Limit(
     " user may register four ranks a second: one that does nothing else has the sixteenth that is "
     "reserved for each owner",
     is_of_peers=True,
+    refuses=False,
 )
 MEMBER_BYTES = Limit(
     "member_bytes",
@@ -184,7 +188,7 @@ TABLE = {
 
 # What refuses with `busy`: rows, then limits that are none. A refusal by any other is "other".
 BUSY_LIMITS = (
-    *(limit.name for limit in TABLE.values() if "`busy`" in limit.past),
+    *(limit.name for limit in TABLE.values() if limit.refuses),
     *("max_sessions", "max_transfers_per_engine", "max_pulls_per_rank", "mover_starts"),
     *("grants_per_transfer", "open_files", "worker_descriptors", "unfinished_registrations", "http"),
     OTHER_LIMIT,
