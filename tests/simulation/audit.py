@@ -163,7 +163,7 @@ class Audit:
 
     def _miscounted(self, node: str) -> list[str]:
         """Return what a daemon has counted otherwise than engines."""
-        delivered = self._world.delivered_at.get(node, 0)
+        delivered = self._world.heard[node].num_delivered
         counted = _DELIVERED.search(self._operator.replies[node, METRICS].decode())
         number = int(float(counted[1])) if counted is not None else 0
         if node in self._world.unsure_counts or number == delivered:

@@ -1010,7 +1010,6 @@ class Worker:
         assert self.store is not None
         ticket = event.ticket.number
         pull.wanted.is_delivered = True
-        self.world.count_delivered(self.node)
         if self.world.kernel.now >= pull.deadline + LAST_WORD_S - DAEMON_GRACE_S:
             self.world.unsure_counts.add(self.node)  # its daemon may have ended the pull first
         if not pull.kernels.is_done:

@@ -35,6 +35,11 @@ class Heard:
         self.ends: Counter[End] = Counter()
         self.releases: dict[tuple[str, str], set[Code]] = {}  # by engine and transfer
 
+    @property
+    def num_delivered(self) -> int:
+        """How many pulls were delivered."""
+        return sum(number for end, number in self.ends.items() if end.code is None)
+
     def released(self, engine: str, transfer_id: str, why: Code) -> None:
         """A transfer was released."""
         self.releases.setdefault((engine, transfer_id), set()).add(why)

@@ -27,7 +27,6 @@ from tests.simulation.node import SimDaemon
 from tests.simulation.reasons import Reasons
 from tests.simulation.safety import Words
 from tests.simulation.store import Store
-from tests.simulation.world import World
 
 pytestmark = [
     pytest.mark.slow,
@@ -161,7 +160,7 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.RECORDED, "a phase without a name", history, "PHASES", ()),
     (Check.REST, "a descriptor is kept", Worker, "_check_bytes", _keep_pipe),
     (Check.REST, "a daemon keeps engines", audit, "GONE", ("engines",)),
-    (Check.REST, "a pull is not counted", World, "count_delivered", _nothing),
+    (Check.REST, "a pull is not counted", history.Heard, "num_delivered", -1),
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +186,6 @@ class World:
         self.violation: Violation | None = None
         self.open_pulls: dict[Pull, None] = {}
         self.wanted: list[Wanted] = []
-        self.delivered_at: Counter[str] = Counter()  # by node: deliveries that its engines have seen
         self.heard: defaultdict[str, Heard] = defaultdict(Heard)  # by node
         self.unsure_counts: set[str] = set()  # nodes whose daemon was restarted, or a worker died there
         self.num_checked = 0
@@ -321,10 +320,6 @@ class World:
             for engine in self.engines:
                 for worker in engine.workers:
                     self.tell("oracle", worker.describe())
-
-    def count_delivered(self, node: str) -> None:
-        """An engine has seen a delivery."""
-        self.delivered_at[node] += 1
 
     def _misused(self, kind: str, text: str) -> None:
         self.violate(Check.LIBRARY, text)
