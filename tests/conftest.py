@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -34,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="name the tests that take more processor time than this; fail the run where one takes "
         f"{SLOW_MACHINE} times as much",
     )
+
+
+def pytest_configure() -> None:
+    """Let SIGINT end the programs that tests start, also where a shell runs the tests in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # programs would inherit that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
