@@ -37,6 +37,7 @@ class Check(StrEnum):
     RELEASE_HEARD = "each rank hears of a release"
     COMPLETED = "a transfer that all its readers have is released"
     LEASE = "a transfer that nobody reads is released when its lease is over"
+    ID_ONCE = "a transfer's id is used once in a generation"
     PUBLISHED = "an honest publish is not refused"
     SUSPENDS = "a rank that is to sleep can"
     SUSPENDED_AFTER = "a rank sleeps after its pulls and transfers have ended"

@@ -627,6 +627,18 @@ class Worker:
         self.handle.unpublish(transfer.ref)
         self.tell(f"unpublishes {transfer.transfer_id}")
 
+    def republish(self, transfer: Transfer) -> None:
+        """Publish another request by an id that is used, which the client refuses."""
+        if not self.is_ready or "client.publishes MAX_USED_IDS" in self.world.traits.low_numbers:
+            return
+        assert self.handle is not None
+        try:
+            self.handle.publish(transfer.transfer_id, transfer.parts[0], transfer.num_tokens)
+        except KvxferdError as error:
+            self.tell(f"cannot publish {transfer.transfer_id} again: {error}")
+            return
+        self.world.violate(Check.ID_ONCE, f"{transfer.transfer_id} of {self.name} is published twice")
+
     def _expect_release(self, transfer: Transfer) -> None:
         """A transfer that nobody reads any more is released once its lease is over."""
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from kvxferd.wire.limits import CHUNK_BYTES
 from tests.simulation.aftermath import Aftermath, Hardship
 from tests.simulation.audit import METRICS, STATUS, Audit, Turns
 from tests.simulation.checks import Check, Violation
@@ -29,6 +30,7 @@ LOOK_S = 1.0
 # home has lingered, the reply to a heartbeat says so, and it has lingered itself.
 QUIET_S = 2.0 + 3.0 + 2.0
 BEGIN_S = 1.0  # for spare movers
+CHUNKS_IDLE_S = 12.0 - QUIET_S  # then movers have given back what they read into
 IDLE_S = 5.0
 # In that time: 2, 11 and 58 are the most that were seen; a mover that polls wakes each second.
 MAX_MOVER_WAKES, MAX_WAKES, MAX_DAEMON_WAKES = 3, 20, 150
@@ -110,6 +112,8 @@ def _draw_traits(rng: random.Random) -> Traits:
         placement=rng.choice(("auto", "direct", "staged", "staged")),
         link_bytes=rng.choice((0, 0, 2000)),
         is_far=rng.random() < 0.15,
+        staging_bytes=rng.choice((256 << 20, 256 << 20, 0, CHUNK_BYTES)),
+        dying_share=rng.choice((0.0, 0.5)),
     )
 
 
@@ -269,6 +273,7 @@ class Episode:
 
     def _check_idle(self) -> None:
         """At rest nobody does anything but what a clock has them do."""
+        self._wait(lambda: False, CHUNKS_IDLE_S)
         processes = [one for one in self.world.kernel.processes.values() if not one.is_dead]
         before = {one: one.num_wakes for one in processes}
         self._wait(lambda: False, IDLE_S)

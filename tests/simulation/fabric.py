@@ -285,6 +285,12 @@ class SimTransport:
     # --- inside
 
     @property
+    def _is_halted(self) -> bool:
+        """Whether nothing lands, since the process does not run: a call in the kernel and a card go on."""
+        is_dying = self.process.is_dying and self._fabric.kind == "tcp"
+        return (self.process.is_stopped or is_dying) and self._fabric.kind != "rdma"
+
+    @property
     def _proves_over(self) -> bool:
         """Whether a lost connection is seen to end its reads."""
         return self._fabric.proves_over and self._has_log
@@ -308,7 +314,7 @@ class SimTransport:
             self._fabric.on_strike(self.process, self.stalls_until - self._kernel.now)
             self._later(read, index, self.stalls_until - self._kernel.now + 1e-6, is_served)
             return
-        if self.process.is_stopped and self._fabric.kind != "rdma":
+        if self._is_halted:
             self._later(read, index, STOPPED_POLL_S, is_served)
             return
         source = self._fabric.agents.get(read.agent)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from kvxferd.core.ranks.local_ranks import REBIND_AFTER_S
 from tests.simulation.engine import Engine, Pull, Transfer, Worker
 from tests.simulation.fabric import Moment, SimTransport
 from tests.simulation.kernel import MAX_FD, Process
@@ -51,6 +52,7 @@ KINDS = {
     "deadly-pull": 1, "slow-cancel": 2, "lose-reader": 1, "lose-rare-message": 2,
     "kill-member": 1, "slow-node": 2, "stop-node": 1, "reuse-address": 1, "sleep-without-daemon": 2,
     "no-threads": 1, "kill-daemon-at-read": 2, "cut-worker-at-read": 2,
+    "stop-daemon-at-read": 2, "sleep-before-mover": 1, "republish": 1,
 }  # fmt: skip
 RARE_MESSAGES = (  # of which one lost at random would seldom be
     "GrantReply", "RenewGrants", "GrantsRenewed", "ReleaseGrant", "Acknowledge",
@@ -61,7 +63,7 @@ RARE_MESSAGES = (  # of which one lost at random would seldom be
 
 def draw_faults(rng: random.Random, number: int) -> list[Fault]:
     """Draw which kinds an episode has, how often, and when each strikes."""
-    share = rng.choice((0.3, 0.6, 1.0))
+    share = rng.choice((0.1, 0.3, 0.6, 1.0))
     kinds = {kind: weight * rng.random() for kind, weight in KINDS.items() if rng.random() < share} or KINDS
     spread = rng.choice((0.25, 0.5, 0.5, 1.0))  # pulls a fault
     if rng.random() < RARE_SHARE:
@@ -188,6 +190,19 @@ class Faults:
                 self._restart(name, rng.choice((0.01, 0.3, 4.0)))
 
         self._at_read(rng, "kill-daemon-at-read", kill)
+
+    def _stop_daemon_at_read(self, rng: random.Random) -> None:
+        """A daemon stands still while one of its movers reads, until after deadlines; the mover may, too."""
+        seconds, hangs = rng.choice((0.7, 4.0, 12.0)), rng.random() < 0.6
+
+        def stop(mover: SimTransport) -> None:
+            self._world.expectations.disturb(seconds, *self._world.node_names)
+            if hangs:
+                mover.stalls_until = mover.hangs_until = self._world.kernel.now + seconds
+                self._hit(mover.process, seconds)
+            self._hold([self._world.daemons[self._node_of(mover)]], seconds)
+
+        self._at_read(rng, "stop-daemon-at-read", stop)
 
     def _node_of(self, mover: SimTransport) -> str:
         """Return the node of a mover: a process there, or a thread of a worker."""
@@ -445,6 +460,14 @@ class Faults:
             self._strike("unpublish", f"{transfer.transfer_id} of {transfer.publisher.name}", 0.0)
             transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
 
+    def _republish(self, rng: random.Random) -> None:
+        """A publisher uses an id for other blocks, while its transfer lives or when it is over."""
+        ready = [engine for engine in self._world.sources if engine.is_ready]
+        used = [t for e in ready for t in e.by_id.values() if t.ref is not None and t.refused is None]
+        if (transfer := self._pick(used)) is not None and transfer.publisher.is_ready:
+            self._strike("republish", f"{transfer.transfer_id} of {transfer.publisher.name}", 0.0)
+            transfer.publisher.do(lambda: transfer.publisher.republish(transfer))
+
     def _sleep(self, rng: random.Random) -> None:
         if (worker := self._pick(self._awake())) is not None:
             self._strike("sleep", worker.name, 0.0, worker)
@@ -457,6 +480,20 @@ class Faults:
         delay_s = self._kill_daemon_of(rng, "sleep-without-daemon", worker.node, (0.01, 0.1, 0.6))
         self._world.expectations.disturb(delay_s, worker)
         when_s = rng.choice((0.0, 0.002, delay_s + 0.0005, delay_s + 0.01, rng.uniform(0.0, 0.8)))
+        self._world.after(when_s, worker.do, worker.suspend)
+
+    def _sleep_before_mover(self, rng: random.Random) -> None:
+        """A rank sleeps while another mover is made for it, which may take long."""
+        if (worker := self._pick(self._awake())) is None:
+            return
+        name = self._node = worker.node
+        hold_s = rng.choice((0.02, 0.3, REBIND_AFTER_S + 0.3))
+        self._strike("sleep-before-mover", worker.name, hold_s, name, worker)
+        if (found := self._forkserver()) is not None:
+            self._hold([found[1]], hold_s)
+        for mover in self._world.movers_of(name):
+            self._world.kernel.kill(mover)
+        when_s = rng.choice((0.0005, 0.05, REBIND_AFTER_S + 0.01, REBIND_AFTER_S + 0.1))
         self._world.after(when_s, worker.do, worker.suspend)
 
     def _sleep_engine(self, rng: random.Random) -> None:

@@ -100,6 +100,7 @@ class Process:
     exit_write_fd: int = -1
     exit_inode: int = 0
     is_dead: bool = False
+    is_dying: bool = False  # it was killed, and waits for a call of the kernel: no thread runs
     is_stopped: bool = False
     slowness: float = 1.0  # how much longer than others it waits for a processor
     max_fd: int = MAX_FD  # RLIMIT_NOFILE: a new descriptor has a lower number
@@ -115,6 +116,11 @@ class Process:
     def leader(self) -> Task:
         """Its first thread."""
         return self.tasks[0]
+
+    @property
+    def may_run(self) -> bool:
+        """Whether it has not been killed."""
+        return not (self.is_dead or self.is_dying)
 
 
 class Kernel:
@@ -134,6 +140,7 @@ class Kernel:
         self._is_between = False  # no thread runs, but what was to happen at a time
         self.failures: list[tuple[Process, str]] = []  # what threads have raised
         self.on_strike: Callable[..., None] = lambda process, seconds=0.0: None  # killed, stopped, resumed
+        self.dying_s: Callable[[Process], float] = lambda process: 0.0  # how long what is killed takes to end
         self.processes: dict[int, Process] = {}
         self._tasks: list[Task] = []
         self._watches: list[Watch] = []
@@ -292,12 +299,25 @@ class Kernel:
             self.wait((), None if deadline is None else deadline - self.now)
 
     def kill(self, process: Process) -> None:
-        """Kill a process at once, wherever it is. Idempotent. The caller's own does not return."""
-        if process.is_dead:
+        """Kill a process, wherever it is. Idempotent. The caller's own does not return, and ends at once.
+
+        Another's ends when its calls in the kernel have come back: until then its descriptors are open.
+        """
+        if process.is_dead or process.is_dying:
             return
+        is_own = process is self.current.process and not self._is_between
+        seconds = 0.0 if is_own else self.dying_s(process)
+        self.on_strike(process, seconds)
+        if seconds:
+            process.is_dying = True
+            self.at(self.now + seconds, lambda: self._end(process))
+        else:
+            self._end(process)
+
+    def _end(self, process: Process) -> None:
+        """Close a process's descriptors, and have it be gone."""
         me = self.current
         process.is_dead = True
-        self.on_strike(process)
         if process is me.process:
             self._close_fds(process)
         else:
@@ -436,7 +456,7 @@ class Kernel:
                     self.failures.append((self.host, traceback.format_exc()))
                 self._is_between = False
                 continue
-            if what.process.is_dead or what.turn != turn or what.state is TaskState.DONE:
+            if not what.process.may_run or what.turn != turn or what.state is TaskState.DONE:
                 continue
             if what.state is TaskState.BLOCKED:
                 what.state = TaskState.READY

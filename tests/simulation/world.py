@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from kvxferd.client import connection, registration
 from kvxferd.config import Config
@@ -47,6 +48,7 @@ from tests.support.fake_driver import FakeDriver
 
 PORT = 9441
 REFUSED_S = 10.0  # so long a source is refused whose reads hang
+DYING_S = (0.05, 0.6, 4.0)  # after which a mover has ended that was killed in a call of its kernel
 COPY_S = (2e-5, 2e-4, 2e-3)  # that a copy of a GPU takes
 LEASE_S = 8.0  # of a transfer and of a grant
 PAGE_BYTES = 24  # of a source's block ids, where lists go in parts
@@ -94,9 +96,11 @@ class Traits:
     link_bytes: int = 0  # that are under way between two nodes; 0: as usual
     is_far: bool = False  # messages between nodes take long
     placement: str = "auto"  # of memory of a GPU
+    staging_bytes: int = 256 << 20  # of a daemon's movers, for covering reads
     has_low_limits: bool = False
     low_numbers: tuple[str, ...] = ()  # of LOW_NUMBERS
     preempt_share: float = 0.0  # of the looks at the clock at which another thread takes over
+    dying_share: float = 0.0  # of the movers that are killed while they read end some time later
 
     @property
     def may_be_busy(self) -> bool:
@@ -149,6 +153,7 @@ class World:
         self.kernel = Kernel(seed)
         interposed.install(self.kernel, seed, traits.send_buffer)
         self.kernel.preempt_share = traits.preempt_share
+        self.kernel.dying_s = self._dying_s
         self.network = Network(self.kernel)
         self.network.on_send = self._on_send
         if traits.is_far:
@@ -222,9 +227,9 @@ class World:
         return self.directory / node / "worker" / "worker.sock"
 
     def _config_of(self, node: str) -> Config:
-        limits = LimitsConfig()
+        limits = LimitsConfig(staging_bytes=self.traits.staging_bytes)
         if self.traits.has_low_limits:
-            limits = LimitsConfig(max_transfers_per_engine=3, max_pulls_per_rank=3)
+            limits = replace(limits, max_transfers_per_engine=3, max_pulls_per_rank=3)
         return Config(
             node=NodeConfig(run_dir=str(self.directory / node)),
             http=HttpConfig(bind=""),
@@ -304,6 +309,14 @@ class World:
         self.kernel.lift_fd_limit()
         ranges = [(one.begin, one.end) for one in mappings() if one.inode in inodes]
         return [t.process.name for t in self.fabric.agents.values() if t.has_any(ranges)]
+
+    def _dying_s(self, process: Process) -> float:
+        transports = self.fabric.agents.values()
+        reads = any(t.process is process and t.agents_read_from for t in transports)
+        has_call = reads and process.parent is not self.kernel.host and not self.fabric.is_hurried
+        if has_call and self.kernel.rng.random() < self.traits.dying_share:
+            return self.kernel.rng.choice(DYING_S)
+        return 0.0
 
     # --- what is seen
 
