@@ -108,7 +108,7 @@ MOVERS = ("kvxferd/mover", "kvxferd/memory", "kvxferd/frame_socket.py")
 LAYOUTS = ("kvxferd/plan", "kvxferd/layout")
 DAEMON = (*DECISIONS, *MOVERS, "kvxferd/control", "kvxferd/daemon.py")
 SIMULATION = ("tests/simulation",)
-FIRST_SIMULATION = ("tests/property/simulation", "tests/support/sim", "tests/support/simulation.py")
+CORE_WORLD = ("tests/support/sim", "tests/support/simulation.py")
 CLUSTER = ("tests/support/cluster", "tests/proofs/chaos")
 APPLICATIONS = ("kvxferd/bench", "kvxferd/demo", "kvxferd/doctor", "kvxferd/tooling")
 VLLM = ("kvxferd/integrations", "tests/proofs/vllm", "tests/support/vllm_servers", "constraints-vllm.txt")
@@ -134,30 +134,21 @@ PROOFS = (
         needs=(IS_ROOT, IP), paths=(*DAEMON, "tests/proofs/hosts", "tests/support/namespace_pair.py"),
     ),
     Proof(
-        "liveness", 1.5, "tests.property.simulation", f"--liveness --faults 200 --episode-faults 8 {SEED}",
-        paths=(*DECISIONS, *FIRST_SIMULATION),
-    ),
-    Proof(
-        "simulation", 5, "tests.simulation", f"--faults 10000 {SEED} --record",
+        "simulation", 5, "tests.simulation", f"--faults 10000 {SEED} --record --times",
         paths=(*DAEMON, *LAYOUTS, *SIMULATION),
-    ),
-    Proof(
-        "first-simulation", 1.5, "tests.property.simulation", f"--faults 10000 {SEED}",
-        paths=(*DECISIONS, *MOVERS, *LAYOUTS, *FIRST_SIMULATION),
     ),
     Proof(
         "model", 1.5, "tests.property.model", "--depth 1",
         paths=(*DECISIONS, "tests/support/sim", "tests/property/model"),
     ),
     Proof(
-        "storms", 2, "tests.property.simulation.scenarios", "restarted,killed,partitioned 50,200",
-        paths=(*DECISIONS, *FIRST_SIMULATION),
+        "storms", 5, "tests.simulation.storms", "killed,cut-off,restarted 5,25",
+        paths=(*DECISIONS, *SIMULATION),
     ),
     Proof(
         "checkers", 2, tests="tests/proofs/checkers tests/proofs/mutants",
         paths=(
-            *SIMULATION, *FIRST_SIMULATION,
-            "tests/property/model", "tests/proofs/checkers", "tests/proofs/mutants",
+            *SIMULATION, *CORE_WORLD, "tests/property/model", "tests/proofs/checkers", "tests/proofs/mutants",
         ),
     ),
     Proof(

@@ -4,6 +4,7 @@
 does not take to fail, and writes what is left to a file, which --plan FILE runs.
 --coverage shows which states and branches of the product were met; with --record they are compared with the
 record (`met.tsv`), with --write-record they become it.
+--times shows how long what is promised in time takes after a fault, in virtual time.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main() -> int:
     arguments.add_argument("--nodes", type=int, help="by default episodes of two sizes take turns")
     arguments.add_argument("--engines", type=int)
     arguments.add_argument("--episode-faults", type=int, help="of one episode")
+    arguments.add_argument("--times", action="store_true")
     arguments.add_argument("--coverage", action="store_true")
     arguments.add_argument("--record", action="store_true")
     arguments.add_argument("--write-record", action="store_true")
@@ -92,11 +94,14 @@ def main() -> int:
             seed,
             given.faults,
             size=size,
+            measures=given.times,
             jobs=given.jobs,
             max_failures=given.max_failures,
             on_result=show,
             is_over=lambda: bool(signals),
         )
+        if given.times:
+            print("\n".join(tally.times()), file=sys.stderr)
     lost: list[str] = []
     if has_coverage:
         places = rare_states.places()

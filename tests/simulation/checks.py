@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 LOOK_S = 0.25  # between two looks at an expectation
+MEASURE_S = 0.05  # likewise, where it is measured when it comes true
 
 
 class Check(StrEnum):
@@ -34,6 +35,7 @@ class Check(StrEnum):
     RELEASED_ONCE = "a transfer is released once to each rank"
     RELEASE_REASON = "a transfer is released for a reason that there is"
     WORD_FIRST = "a transfer's fence word is over before anybody hears of its release"
+    WITHDRAWN = "a transfer that is withdrawn is released"
     RELEASE_HEARD = "each rank hears of a release"
     COMPLETED = "a transfer that all its readers have is released"
     LEASE = "a transfer that nobody reads is released when its lease is over"
@@ -83,6 +85,7 @@ class Expectations:
         self._world = world
         self._disturbed: dict[Hashable, float] = {}  # by party: until when
         self._open: dict[Expectation, None] = {}
+        self.took_s: dict[str, list[float]] | None = None  # by check: what expectations took, if measured
         self.is_halted: Callable[[tuple[Hashable, ...]], bool] = lambda parties: False  # one does not run
 
     def disturb(self, seconds: float, *parties: Hashable) -> None:
@@ -113,13 +116,24 @@ class Expectations:
         expectation = Expectation(check, text, parties, within_s, is_met, now)
         self._open[expectation] = None
         self._world.kernel.at(now + within_s + 1e-3, lambda: self._look(expectation))
+        if self.took_s is not None:
+            self._measure(expectation, self.took_s)
+
+    def _measure(self, one: Expectation, took_s: dict[str, list[float]]) -> None:
+        if one.is_met():
+            took_s.setdefault(one.check.name, []).append(max(0.0, self._world.kernel.now - self._began(one)))
+        elif one in self._open:
+            self._world.after(MEASURE_S, self._measure, one, took_s)
+
+    def _began(self, one: Expectation) -> float:
+        """Return since when it is undisturbed."""
+        return max([one.began, *(self._disturbed.get(party, 0.0) for party in one.parties)])
 
     def _look(self, one: Expectation) -> None:
         if one.is_met():
             self._open.pop(one, None)
             return
-        now = self._world.kernel.now
-        began = max([one.began, *(self._disturbed.get(party, 0.0) for party in one.parties)])
+        now, began = self._world.kernel.now, self._began(one)
         if now <= began + one.within_s:
             self._world.kernel.at(began + one.within_s + 1e-3, lambda: self._look(one))
             return

@@ -36,12 +36,14 @@ RETRY_S = 0.2
 BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
 COMPLETED_S = 14.0
+WITHDRAWN_S = 14.0
 DOUBT_S = 30.0
 SUSPEND_S = 8.0
 REGISTER_S = 20.0
 CANCEL_S = 4.0
 STAGED_S = 10.0  # after which a staged source that does not reply is gone
 CLIENT_GRACE_S = 0.5  # `client.pulls.DEADLINE_GRACE_S`: the client's own timer
+DEADLINES_S = (0.5, 3.0, 6.0, 12.0, 60.0)
 LAST_WORD_S = 1 / 16  # after its deadline, in which a mover may say that a pull is over
 DAEMON_GRACE_S = 0.1  # after a deadline, for the daemon's word to come
 TWO_TRIPS_S = 0.25
@@ -626,6 +628,13 @@ class Worker:
         transfer.is_withdrawn = True
         self.handle.unpublish(transfer.ref)
         self.tell(f"unpublishes {transfer.transfer_id}")
+        self.world.expectations.expect(
+            Check.WITHDRAWN,
+            f"{transfer.transfer_id} of {self.name} is withdrawn, and lives",
+            (self, *self.world.node_names),
+            WITHDRAWN_S,
+            lambda: transfer.is_over or not self.is_alive,
+        )
 
     def republish(self, transfer: Transfer) -> None:
         """Publish another request by an id that is used, which the client refuses."""
@@ -783,7 +792,9 @@ class Worker:
         lists = own_lists(self.shape.layout, drawn)
         if deadline_s is None:
             short = world.rng.random() < 0.12
-            deadline_s = world.rng.uniform(0.001, 0.05) if short else world.rng.choice((3.0, 6.0, 12.0, 60.0))
+            deadline_s = (
+                world.rng.uniform(0.001, 0.05) if short else world.rng.choice((0.5, 3.0, 6.0, 12.0, 60.0))
+            )
         pull = Pull(self, transfer, lists, world.kernel.now + deadline_s, wanted, Kernels())
         pull.began = world.kernel.now
         self.launch(True, pull.kernels, self._lend, pull)

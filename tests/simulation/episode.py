@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import random
 from collections import Counter
@@ -65,6 +64,7 @@ class Result(msgspec.Struct):
     digest: str = ""
     story: list[str] = []
     met: dict[str, int] = {}  # places of the product, by how often they were met
+    took_s: dict[str, list[float]] = {}  # by check: what expectations took, if measured
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -120,7 +120,7 @@ def _draw_traits(rng: random.Random) -> Traits:
 class Episode:
     """Runs a plan. What engines do is drawn from its seed, too."""
 
-    def __init__(self, plan: Plan, keeps_story: bool = False) -> None:
+    def __init__(self, plan: Plan, keeps_story: bool = False, measures: bool = False) -> None:
         self.plan = plan
         self.rng = random.Random(plan.seed ^ 1)
         self.result = Result(plan.seed)
@@ -133,6 +133,7 @@ class Episode:
         shapes = self._draw_engines(names)
         self.world = World(self.rng.getrandbits(64), plan.traits, names, shapes, keeps_story)
         self.world.on_pull = self._pull_started
+        self.world.expectations.took_s = self.result.took_s if measures else None
         self.audit = Audit(self.world)
         self.aftermath = Aftermath(self.world, self.rng, self._wait)
         self.turns = Turns(self.world)
@@ -172,7 +173,6 @@ class Episode:
     def run(self) -> Result:
         """Run it all; the result says what is broken, if anything is."""
         result, world, kernel = self.result, self.world, self.world.kernel
-        gc.disable()  # a collector would close one process's descriptors in another
         try:
             self._run()
         except Violation as violation:

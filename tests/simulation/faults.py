@@ -53,6 +53,7 @@ KINDS = {
     "kill-member": 1, "slow-node": 2, "stop-node": 1, "reuse-address": 1, "sleep-without-daemon": 2,
     "no-threads": 1, "kill-daemon-at-read": 2, "cut-worker-at-read": 2,
     "stop-daemon-at-read": 2, "sleep-before-mover": 1, "republish": 1,
+    "sleep-at-registering": 1,
 }  # fmt: skip
 RARE_MESSAGES = (  # of which one lost at random would seldom be
     "GrantReply", "RenewGrants", "GrantsRenewed", "ReleaseGrant", "Acknowledge",
@@ -192,17 +193,30 @@ class Faults:
         self._at_read(rng, "kill-daemon-at-read", kill)
 
     def _stop_daemon_at_read(self, rng: random.Random) -> None:
-        """A daemon stands still while one of its movers reads, until after deadlines; the mover may, too."""
-        seconds, hangs = rng.choice((0.7, 4.0, 12.0)), rng.random() < 0.6
+        """A daemon stands still while one of its movers reads, until after deadlines; the mover may, too.
+
+        Meanwhile the daemon may die, or its movers.
+        """
+        seconds, hangs = rng.choice((1.6, 4.0, 12.0)), rng.random() < 0.6
+        ends = rng.choice((None, None, self._end_daemon, self._end_movers))
 
         def stop(mover: SimTransport) -> None:
+            name = self._node_of(mover)
             self._world.expectations.disturb(seconds, *self._world.node_names)
             if hangs:
-                mover.stalls_until = mover.hangs_until = self._world.kernel.now + seconds
+                mover.stalls_until = mover.hangs_until = self._world.kernel.now + min(seconds, HELD_S)
                 self._hit(mover.process, seconds)
-            self._hold([self._world.daemons[self._node_of(mover)]], seconds)
+            self._hold([self._world.daemons[name]], seconds)
+            if ends:
+                self._world.after(
+                    0.9 * seconds, self._end_daemon if ends == "daemon" else self._end_movers, name
+                )
 
         self._at_read(rng, "stop-daemon-at-read", stop)
+
+    def _end_movers(self, name: str) -> None:
+        for mover in self._world.movers_of(name):
+            self._world.kernel.kill(mover)
 
     def _node_of(self, mover: SimTransport) -> str:
         """Return the node of a mover: a process there, or a thread of a worker."""
@@ -495,6 +509,16 @@ class Faults:
             self._world.kernel.kill(mover)
         when_s = rng.choice((0.0005, 0.05, REBIND_AFTER_S + 0.01, REBIND_AFTER_S + 0.1))
         self._world.after(when_s, worker.do, worker.suspend)
+
+    def _sleep_at_registering(self, rng: random.Random) -> None:
+        """A rank sleeps as it registers with a restarted daemon."""
+        if (worker := self._pick(self._awake())) is None or self._world.daemons[worker.node].is_dead:
+            return
+        self._kill_daemon_of(rng, "sleep-at-registering", worker.node, (0.01, 0.1))
+        self._world.expectations.disturb(1.0, worker)
+        delay_s = rng.choice((0.0, 0.0002, 0.001, 0.004))
+        sleep = partial(self._world.after, delay_s, worker.do, worker.suspend)
+        self._world.kernel.at_connect[worker.process] = sleep
 
     def _sleep_engine(self, rng: random.Random) -> None:
         """All ranks of an engine sleep at once."""

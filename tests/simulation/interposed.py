@@ -407,6 +407,8 @@ def _install_processes(kernel: Kernel, send_buffer: int) -> None:
             if send_buffer:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
             connecting.setdefault(os.fspath(address), deque()).append(kernel.current.process)
+            if (act := kernel.at_connect.pop(kernel.current.process, None)) is not None:
+                act()
 
     def listen(sock: socket.socket, *backlog: int) -> None:
         _real_listen(sock, *backlog)

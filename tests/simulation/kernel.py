@@ -141,6 +141,7 @@ class Kernel:
         self.failures: list[tuple[Process, str]] = []  # what threads have raised
         self.on_strike: Callable[..., None] = lambda process, seconds=0.0: None  # killed, stopped, resumed
         self.dying_s: Callable[[Process], float] = lambda process: 0.0  # how long what is killed takes to end
+        self.at_connect: dict[Process, Callable[[], None]] = {}  # when it next connects to a listener
         self.processes: dict[int, Process] = {}
         self._tasks: list[Task] = []
         self._watches: list[Watch] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import faulthandler
+import gc
 import logging
 import os
 import random
@@ -12,7 +13,9 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
+from statistics import quantiles
 from typing import IO, Any
 
 import msgspec
@@ -21,9 +24,9 @@ from tests.simulation import rare_states
 from tests.simulation.checks import Check
 from tests.simulation.episode import Episode, Plan, Result, Size
 from tests.simulation.interposed import functions_with_clocks
-from tests.simulation.kernel import close_all_but
+from tests.simulation.kernel import SimulationError, close_all_but
 
-STUCK_S = 100.0  # of real time: the episode's process shows where it is, and ends
+STUCK_S = 100.0  # of real time, after which the episode's process shows where it is, and ends
 STACK_BYTES = 1 << 20  # of a thread, of which an episode may have hundreds
 LARGE_EVERY = 4  # one episode of so many is a large one
 LARGE = Size(nodes=3, engines=6, faults=80)
@@ -36,14 +39,13 @@ def size_of(seed: int) -> Size:
 
 @dataclass
 class _Run:
-    seed: int
     pid: int
     result: IO[bytes]
     stacks: IO[bytes]
 
 
-def start(plan: Plan, keeps_story: bool, core: int | None) -> _Run:
-    """Start an episode in a process of its own, which the simulated kernel takes over."""
+def start(work: Callable[[], bytes], core: int | None, stuck_s: float = STUCK_S) -> _Run:
+    """Start an episode, or another work, in a process of its own, which the simulated kernel takes over."""
     functions_with_clocks()  # once for all episodes
     reading, writing = os.pipe()
     stacks = tempfile.TemporaryFile()  # noqa: SIM115  (`finish` closes it)
@@ -51,18 +53,18 @@ def start(plan: Plan, keeps_story: bool, core: int | None) -> _Run:
     if pid == 0:
         status = 1
         try:
+            gc.disable()  # a collection would close one process's descriptors in another
             logging.root.handlers.clear()  # the next line closes pytest's file
             close_all_but({0, 1, 2, writing, stacks.fileno()})  # those of other episodes
             if core is not None:
                 os.sched_setaffinity(0, {core})  # of its threads one runs at a time
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # and hands over in one switch
             faulthandler.enable(stacks)
-            faulthandler.dump_traceback_later(STUCK_S, exit=True, file=stacks)
+            faulthandler.dump_traceback_later(stuck_s, exit=True, file=stacks)
             _thread.stack_size(STACK_BYTES)
-            result = Episode(plan, keeps_story).run()
-            result.met = rare_states.counts()
+            found = work()
             with open(writing, "wb", closefd=False) as out:
-                out.write(msgspec.msgpack.encode(result))
+                out.write(found)
             status = 0
         except BaseException:
             import traceback
@@ -72,20 +74,19 @@ def start(plan: Plan, keeps_story: bool, core: int | None) -> _Run:
         finally:
             os._exit(status)
     os.close(writing)
-    return _Run(plan.seed, pid, open(reading, "rb"), stacks)
+    return _Run(pid, open(reading, "rb"), stacks)
 
 
-def finish(run: _Run) -> Result:
-    """Return what a started episode has come to."""
+def finish(run: _Run) -> bytes:
+    """Return what a work has found. Raises SimulationError where its process has ended, or was stuck."""
     with run.result as inward, run.stacks:
         content = inward.read()
         _, status = os.waitpid(run.pid, 0)
         if content:
-            return msgspec.msgpack.decode(content, type=Result)
+            return content
         run.stacks.seek(0)
         stacks = run.stacks.read().decode(errors="replace")
-    text = f"the episode's process ended with {status}, or was stuck:\n{_that_ran(stacks)}"
-    return Result(run.seed, check=Check.HUNG.name, problem=text)
+    raise SimulationError(f"the process ended with {status}, or was stuck:\n{_that_ran(stacks)}")
 
 
 def _that_ran(stacks: str) -> str:
@@ -98,7 +99,20 @@ def _that_ran(stacks: str) -> str:
 
 def run(plan: Plan, keeps_story: bool = False) -> Result:
     """Run one episode."""
-    return finish(start(plan, keeps_story, None))
+    return _result_of(plan, start(partial(_run, plan, keeps_story), None))
+
+
+def _run(plan: Plan, keeps_story: bool, measures: bool = False) -> bytes:
+    result = Episode(plan, keeps_story, measures).run()
+    result.met = rare_states.counts()
+    return msgspec.msgpack.encode(result)
+
+
+def _result_of(plan: Plan, run: _Run) -> Result:
+    try:
+        return msgspec.msgpack.decode(finish(run), type=Result)
+    except SimulationError as error:
+        return Result(plan.seed, check=Check.HUNG.name, problem=str(error))
 
 
 @dataclass
@@ -110,6 +124,7 @@ class Tally:
     totals: Counter[str] = field(default_factory=Counter)
     broken: Counter[str] = field(default_factory=Counter)
     met: Counter[str] = field(default_factory=Counter)
+    took_s: dict[str, list[float]] = field(default_factory=dict)
     virtual_s: float = 0.0
     failed: list[Result] = field(default_factory=list)
     _digest: Any = field(default_factory=sha256)
@@ -118,6 +133,8 @@ class Tally:
         """Count an episode."""
         self.faults.update(result.faults)
         self.met.update(result.met)
+        for check, seconds in result.took_s.items():
+            self.took_s.setdefault(check, []).extend(seconds)
         for name in ("in_flight", "switches", "wanted", "delivered", "late"):
             self.totals[name] += getattr(result, name)
         self.totals["episodes"] += 1
@@ -126,6 +143,16 @@ class Tally:
         if result.check:
             self.broken[result.check] += 1
             self.failed.append(result)
+
+    def times(self) -> list[str]:
+        """Return the lines of a table: what took how long since the last fault of those whom it concerns."""
+        lines = ["| promise | times | p50 s | p99 s | most s |", "| --- | --- | --- | --- | --- |"]
+        for name, seconds in sorted(self.took_s.items()):
+            if len(seconds) > 1:
+                p50, *_, p99 = quantiles(seconds, n=100)[49:]
+                cells = (Check[name].value, len(seconds), f"{p50:.2f}", f"{p99:.2f}", f"{max(seconds):.2f}")
+                lines.append(f"| {' | '.join(map(str, cells))} |")
+        return lines
 
     def fields(self, elapsed_s: float) -> dict[str, Any]:
         """Return the line of JSON."""
@@ -148,6 +175,7 @@ def run_many(
     num_faults: int,
     *,
     size: Size | None = None,
+    measures: bool = False,
     jobs: int = 1,
     max_failures: int = 1,
     on_result: Callable[[Result], None] = lambda result: None,
@@ -160,7 +188,7 @@ def run_many(
     tally = Tally(seed)
     seeds = _seeds(seed)
     cores = deque(sorted(os.sched_getaffinity(0)))
-    running: deque[_Run] = deque()
+    running: deque[tuple[Plan, _Run]] = deque()
     while True:
         is_enough = tally.faults.total() >= num_faults or len(tally.failed) >= max_failures or is_over()
         if is_enough and not running:
@@ -168,9 +196,10 @@ def run_many(
         while len(running) < jobs and not is_enough:
             one = next(seeds)
             cores.rotate()
-            running.append(start(Plan.draw(one, size or size_of(one)), False, cores[0]))
-        select.select([running[0].result], [], [], None)
-        result = finish(running.popleft())
+            plan = Plan.draw(one, size or size_of(one))
+            running.append((plan, start(partial(_run, plan, False, measures), cores[0])))
+        select.select([running[0][1].result], [], [], None)
+        result = _result_of(*running.popleft())
         if not is_enough:
             tally.add(result)
             on_result(result)

@@ -100,7 +100,7 @@ class Traits:
     has_low_limits: bool = False
     low_numbers: tuple[str, ...] = ()  # of LOW_NUMBERS
     preempt_share: float = 0.0  # of the looks at the clock at which another thread takes over
-    dying_share: float = 0.0  # of the movers that are killed while they read end some time later
+    dying_share: float = 0.0  # of the movers that are killed end some time later
 
     @property
     def may_be_busy(self) -> bool:
@@ -311,10 +311,9 @@ class World:
         return [t.process.name for t in self.fabric.agents.values() if t.has_any(ranges)]
 
     def _dying_s(self, process: Process) -> float:
-        transports = self.fabric.agents.values()
-        reads = any(t.process is process and t.agents_read_from for t in transports)
-        has_call = reads and process.parent is not self.kernel.host and not self.fabric.is_hurried
-        if has_call and self.kernel.rng.random() < self.traits.dying_share:
+        is_mover = any(t.process is process for t in self.fabric.agents.values())
+        may_wait = is_mover and process.parent is not self.kernel.host and not self.fabric.is_hurried
+        if may_wait and self.kernel.rng.random() < self.traits.dying_share:
             return self.kernel.rng.choice(DYING_S)
         return 0.0
 

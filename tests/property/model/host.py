@@ -28,7 +28,7 @@ from kvxferd.wire.common import Message, RegionAddress, TransferRef
 from tests.property.model.digest import CLOCK_START, digest
 from tests.property.model.process import NUM_SLOTS, OVERWRITTEN, Page, Process
 from tests.property.model.scenario import SETTINGS, Scenario
-from tests.property.simulation.told import ToldWorker
+from tests.property.model.told import ToldWorker
 from tests.support.sim.node import SimNode
 from tests.support.sim.schedule import Schedule
 
