@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from kvxferd import client, resident
+from kvxferd.client.publishes import RETRIED_ON_REPLAY
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation, Rank, TransferId
 from kvxferd.layout import EngineSpec
@@ -37,6 +38,7 @@ BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
 COMPLETED_S = 14.0
 WITHDRAWN_S = 14.0
+OWN_RELEASE_S = 1.0
 DOUBT_S = 30.0
 SUSPEND_S = 8.0
 REGISTER_S = 20.0
@@ -663,6 +665,8 @@ class Worker:
                 return
             began = max(transfer.published_at, transfer.last_read, *transfer.prepared.values())
             left_s = began + transfer.lease_s - now
+            if self.world.daemons[self.node].is_dead:
+                self._expect_own_release(transfer)
             if left_s > 0:
                 self.world.after(left_s + 0.001, look)
                 return
@@ -673,6 +677,16 @@ class Worker:
 
         self.world.after(transfer.lease_s, look)
 
+    def _expect_own_release(self, transfer: Transfer) -> None:
+        """Without a daemon a client ends the leases by itself: nobody prolongs them."""
+
+        def is_met() -> bool:
+            return transfer.is_over or not self.is_alive or not self.world.daemons[self.node].is_dead
+
+        left_s = max(0.0, transfer.published_at + transfer.lease_s - self.world.kernel.now)
+        text = f"{transfer.transfer_id} of {self.name} outlives its lease, and there is no daemon"
+        self.world.expectations.expect(Check.LEASE, text, (self,), left_s + OWN_RELEASE_S, is_met)
+
     def _released(self, transfer_id: str, why: Code, refusal: str = "") -> None:
         """A transfer is over. Where its publisher hears so, every rank may use the blocks again."""
         transfer = self.transfers.get(transfer_id)
@@ -680,7 +694,8 @@ class Worker:
             return
         if refusal:
             transfer.refused = why
-            if why in OF_LIARS_PUBLISH:
+            is_replayed = self.world.started_at(self.node) > transfer.published_at
+            if why in OF_LIARS_PUBLISH or (is_replayed and why in RETRIED_ON_REPLAY):
                 self.world.violate(Check.PUBLISHED, f"{transfer_id} of {self.name} is refused: {refusal}")
         elif transfer.released_at.get(self, 0.0) > self.world.started_at(self.node):
             self.world.violate(Check.RELEASED_ONCE, f"{self.name} hears twice that {transfer_id} is released")

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from tests.simulation import runs
 from tests.simulation.engine import Engine, EngineShape, Transfer, Wanted
@@ -28,7 +29,7 @@ TRY_AGAIN_S = 0.2  # in which an engine sees that it has nothing, and pulls agai
 DEADLINE_S = 10.0
 PULLS_OF_A_PEER = 4
 
-Report = dict[str, object]
+Report = dict[str, Any]
 
 
 class Count:
