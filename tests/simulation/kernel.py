@@ -300,20 +300,23 @@ class Kernel:
             self.wait((), None if deadline is None else deadline - self.now)
 
     def kill(self, process: Process) -> None:
-        """Kill a process, wherever it is. Idempotent. The caller's own does not return, and ends at once.
+        """Kill a process, wherever it is. Idempotent. The caller's own does not return.
 
-        Another's ends when its calls in the kernel have come back: until then its descriptors are open.
+        It ends when its calls in the kernel have come back: until then its descriptors are open.
         """
         if process.is_dead or process.is_dying:
             return
-        is_own = process is self.current.process and not self._is_between
-        seconds = 0.0 if is_own else self.dying_s(process)
+        seconds = self.dying_s(process)
         self.on_strike(process, seconds)
-        if seconds:
-            process.is_dying = True
-            self.at(self.now + seconds, lambda: self._end(process))
-        else:
+        if not seconds:
             self._end(process)
+            return
+        process.is_dying = True
+        self.at(self.now + seconds, lambda: self._end(process))
+        if process is self.current.process and not self._is_between:
+            me = self.current
+            self._run(self._next_task())
+            self._await_baton(me)  # until it ends
 
     def _end(self, process: Process) -> None:
         """Close a process's descriptors, and have it be gone."""
