@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvxferd.errors import ConfigError
+from kvxferd.threads import start_thread
 
 # Between two looks. A changed file is read once two looks in a row find it the same, so that a file that is
 # edited in place is not read half-written.
@@ -144,12 +145,7 @@ class AllowedKeysFile:
         Raises ConfigError where the system has no thread.
         """
         thread = threading.Thread(target=self._watch, args=(on_read,), name="allowed-keys", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise ConfigError(
-                f"cannot watch the file of keys: {error}; raise the limit on threads"
-            ) from error
+        start_thread(thread, "watch the file of keys")
         self._thread = thread
 
     def stop(self) -> None:

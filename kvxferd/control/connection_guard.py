@@ -23,6 +23,8 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvxferd.errors import ConfigError
+from kvxferd.threads import start_thread
 from kvxferd.wire.limits import MAX_PEER_REQUEST_BYTES
 
 log = structlog.get_logger()
@@ -104,8 +106,15 @@ class ConnectionGuard:
         self._thread = threading.Thread(target=self._run, name="peer-connections", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Call it before the socket is bound, so that no connection is missed."""
-        self._thread.start()
+        """Start the thread. Call it before the socket is bound, so that no connection is missed.
+
+        Raises ConfigError where the system has no thread.
+        """
+        try:
+            start_thread(self._thread, "watch connections to the peer socket")
+        except ConfigError:
+            self._monitor.close(linger=0)
+            raise
 
     def set_port(self, port: int) -> None:
         """Watch connections to this port. Those that were accepted before are not checked."""

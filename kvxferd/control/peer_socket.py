@@ -122,7 +122,11 @@ class PeerSocket:
             has_curve=self._key is not None,
             request_read=self._read_requests_in(asyncio.get_running_loop()),
         )
-        guard.start()
+        try:
+            guard.start()
+        except ConfigError:
+            router.close(linger=0)
+            raise
         try:
             router.bind(self._bind)
         except zmq.ZMQError as error:

@@ -386,13 +386,17 @@ class Faults:
         self._world.after(lasting_s, setattr, process, "max_fd", MAX_FD)
 
     def _no_threads(self, rng: random.Random) -> None:
-        """A daemon or a mover cannot start a thread, for a while."""
+        """A daemon or a mover cannot start a thread, for a while; the daemon may be starting."""
         if (found := rng.choice((self._daemon, self._mover))()) is None:
             return
         process = found[1]
         lasting_s = rng.choice((0.02, 0.3, 2.0))
         self._strike("no-threads", process.name, lasting_s + 1.0, *self._world.node_names)
         self._hit(process, lasting_s + 1.0)
+        if process is self._world.daemons[found[0]] and rng.random() < 0.3:
+            self._world.kill_daemon(found[0])
+            self._world.start_daemon(found[0])
+            process = self._world.daemons[found[0]]
         process.can_start_threads = False
         self._world.after(lasting_s, setattr, process, "can_start_threads", True)
 

@@ -17,6 +17,7 @@ import structlog
 
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.telemetry.traces.spans import Span, TracedRecord, spans_of
+from kvxferd.threads import start_thread
 
 log = structlog.get_logger()
 
@@ -62,8 +63,8 @@ class Tracer:
         self._thread = threading.Thread(target=self._run, name="kvxferd-traces", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread. Raises ConfigError where the system has none."""
+        start_thread(self._thread, "export traces")
 
     def add(self, record: TracedRecord) -> None:
         """Queue a stamped record with a traceparent. Never waits for the thread's I/O."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
@@ -205,14 +204,3 @@ def test_a_thread_looks_until_it_is_stopped(tmp_path: Path) -> None:
         assert seen.get(timeout=WAIT_S) == KeysRead(frozenset({B}))
     finally:
         keys_file.stop()
-
-
-def test_a_daemon_without_threads_says_why_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    watched = AllowedKeysFile("")
-    monkeypatch.setattr(threading.Thread, "start", none_left)
-    with pytest.raises(ConfigError, match="can't start new thread; raise the limit"):
-        watched.start(lambda found: None)
-    watched.stop()
