@@ -124,6 +124,7 @@ class ClientPulls:
         self._live: dict[Ticket, ClientPull] = {}
         self._timers: list[tuple[float, Ticket]] = []
         self._next_number = 1
+        self.max_hold_s = 0.0  # for which the daemon has a progressive pull wait until all is ready
         self.num_ended_unsent = 0  # pulls that ended before they were sent; the outbox may still hold them
         self._delivered_by_mover: deque[Ticket] = deque(maxlen=MAX_DELIVERED_BY_MOVER)
 
@@ -159,13 +160,16 @@ class ClientPulls:
         pull.epoch = epoch
         pull.message = f"cannot pull {pull.ref.transfer_id}: its deadline passed, and the daemon is silent"
         self._move(pull, ClientPullSignal.SENT)
+        deadline_s = pull.deadline - now
+        if pull.progressive:
+            pull.deadline += self.max_hold_s
         self._set_timer(pull, pull.deadline + DEADLINE_GRACE_S)
         return worker.PullRequest(
             ticket=pull.ticket.number,
             ref=pull.ref,
             blocks=pull.blocks,
             num_tokens=pull.num_tokens,
-            deadline_s=pull.deadline - now,
+            deadline_s=deadline_s,
             progressive=pull.progressive,
         )
 

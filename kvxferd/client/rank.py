@@ -275,7 +275,7 @@ class RankHandle(Publisher):
         Until then nothing else may write the blocks: no kernel that was launched earlier, zeroing
         included. A kernel launched after Delivered sees the bytes, on any stream.
 
-        The event comes within `deadline_s`, whichever process dies (plus half a second if the daemon is
+        The event comes within its time, whichever process dies (plus half a second if the daemon is
         stuck). After a Failed that is not `safe_to_reuse` the blocks stay out of use until Quiesced.
 
         Args:
@@ -284,13 +284,15 @@ class RankHandle(Publisher):
                 it begins in the request: tokens before it are not read.
             num_tokens: the tokens to read up to, counted from the request's first; at most the published
                 number.
-            deadline_s: seconds from now within which the pull ends.
+            deadline_s: seconds from now within which the pull ends; of a progressive pull, from when all is
+                ready.
             after: where earlier kernels still use the blocks (to zero them, or for the request that had
                 them before), an event recorded behind the last: the read begins when `after.query()` is
                 true.
             progressive: read what is ready, then what becomes ready, also of a transfer that is published
-                later (within the deadline; its engine must be registered). Only the last piece is then
-                waited for after the source's end.
+                later (its engine must be registered). Only the last piece is then waited for after the
+                source's end. The pull fails where its transfer ends, at the end of its lease without progress
+                at the latest, or is not ready within the daemon's `transfer.max_hold_s`.
 
         Returns:
             The ticket that every event of this pull carries.

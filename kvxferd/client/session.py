@@ -314,7 +314,7 @@ class ClientSession(SessionRequests):
             )
         self.state, self._reply_deadline = SessionState.CONNECTED, None
         self.registration.boot = BootId(message.boot_id)
-        self._lease_s = message.lease_s
+        self._lease_s, self._pulls.max_hold_s = message.lease_s, message.max_hold_s
         self._register_if_needed(now + REREGISTER_TIMEOUT_S if self.registration.was_registered else None)
 
     def _handle_mover_offered(self, message: worker.MoverOffered) -> None:

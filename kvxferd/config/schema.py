@@ -99,7 +99,7 @@ class TransferConfig(Section, frozen=True):
     """How long a published transfer's blocks are held."""
 
     lease_s: Seconds = 30.0  # for a publish without a lease of its own
-    max_hold_s: Seconds = 600.0  # a reader may renew its grant for this long in all
+    max_hold_s: Seconds = 600.0  # a reader renews its grant, or waits for what is written, no longer
     unknown_wait_s: SecondsOrZero = 1.0  # a pull may arrive this much before the publish it refers to
 
 

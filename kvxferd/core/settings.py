@@ -18,7 +18,7 @@ class Settings:
 
     lease_s: float = 30.0  # of a publish that names no lease, and of a grant between renewals
     max_lease_s: float = 3600.0  # the longest lease that a publish may ask for
-    max_hold_s: float = 600.0  # a grant is renewed no longer than this
+    max_hold_s: float = 600.0  # a grant is renewed, and what is written waited for, no longer than this
     unknown_wait_s: float = 1.0  # a reference may outrun its publish
     handshake_wait_s: float = 10.0  # for the missing ranks of an engine, and for ranks not ready
     resend_s: float = 2.0  # after which a request without a reply is sent again

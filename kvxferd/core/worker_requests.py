@@ -77,7 +77,10 @@ class WorkerRequests:
         """Agree on a version. Raises ProtocolError where there is none."""
         version = negotiate_version(WORKER_VERSIONS, message.versions)
         session.greeted = True
-        welcome = Welcome(version=version, boot_id=self._context.boot, lease_s=self._context.settings.lease_s)
+        boot, settings = self._context.boot, self._context.settings
+        welcome = Welcome(
+            version=version, boot_id=boot, lease_s=settings.lease_s, max_hold_s=settings.max_hold_s
+        )
         self._context.emit(SendToWorker(session.session_id, welcome))
 
     # --- the source's side
@@ -140,7 +143,8 @@ class WorkerRequests:
         rank, ref = session.local_rank, self._check_pull(session.local_rank, message, blocks)
         if message.progressive:
             self._drop_prepared(session, ref)  # which waits for the whole
-            hold = self._grant_client.acquire(rank, ref, message.deadline_s, after_tokens=0, blocks=blocks)
+            wait_s = self._context.settings.max_hold_s
+            hold = self._grant_client.acquire(rank, ref, wait_s, after_tokens=0, blocks=blocks)
         else:
             hold = self._take_prepared(session, ref) or self._grant_client.acquire(
                 rank, ref, message.deadline_s, blocks=blocks
@@ -152,7 +156,7 @@ class WorkerRequests:
             ref=ref,
             blocks=blocks,
             num_tokens=message.num_tokens,
-            deadline=self._context.now + message.deadline_s,
+            deadline_s=message.deadline_s,
             received_at=self._context.now,
             held_grant=hold,
             progressive=message.progressive,

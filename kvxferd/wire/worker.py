@@ -126,7 +126,7 @@ class PullRequest(Message, frozen=True):
     ref: TransferRef
     blocks: LimitedBlocks
     num_tokens: int
-    deadline_s: float  # from now; never a time of day
+    deadline_s: float  # from now; never a time of day. Of a progressive pull, from when all is ready
     stream: int = 0
     # Read what is ready, then what becomes ready, also of a transfer that comes later.
     progressive: bool = False
@@ -194,6 +194,7 @@ class Welcome(Message, frozen=True):
     version: int
     boot_id: str
     lease_s: float  # of a publish that names none
+    max_hold_s: float  # for which a progressive pull waits until its transfer is ready
 
 
 class Registered(Message, frozen=True):

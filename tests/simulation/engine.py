@@ -50,7 +50,7 @@ LAST_WORD_S = 1 / 16  # after its deadline, in which a mover may say that a pull
 DAEMON_GRACE_S = 0.1  # after a deadline, for the daemon's word to come
 TWO_TRIPS_S = 0.25
 KERNELS_S = (0.0, 0.001, 0.02, 0.3)
-MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer
+MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer, and a progressive pull waits for its source
 PREPARE_SHARE = 0.3  # of requests that are announced before they are pulled
 LEAVE_S = 6.0  # within which a process that closes its session has ended
 
@@ -153,7 +153,9 @@ class Pull:
     worker: Worker
     transfer: Transfer
     lists: Lists
-    deadline: float
+    began: float
+    deadline_s: float
+    is_progressive: bool
     wanted: Wanted
     kernels: Kernels
     ticket: client.PullTicket | None = None
@@ -161,7 +163,16 @@ class Pull:
     is_quiesced: bool = False
     is_cancelled: bool = False
     is_given_up: bool = False  # by its client's own timer, because the daemon was silent
-    began: float = 0.0
+
+    @property
+    def deadline(self) -> float:
+        """When it may end for its lateness."""
+        return self.began + (min(self.deadline_s, MAX_HOLD_S) if self.is_progressive else self.deadline_s)
+
+    @property
+    def ends_by(self) -> float:
+        """When it has ended at the latest: a progressive one may wait for its source before."""
+        return self.began + self.deadline_s + (MAX_HOLD_S if self.is_progressive else 0.0)
 
 
 @dataclass(eq=False)
@@ -810,8 +821,9 @@ class Worker:
             deadline_s = (
                 world.rng.uniform(0.001, 0.05) if short else world.rng.choice((0.5, 3.0, 6.0, 12.0, 60.0))
             )
-        pull = Pull(self, transfer, lists, world.kernel.now + deadline_s, wanted, Kernels())
-        pull.began = world.kernel.now
+        is_progressive = world.rng.random() < (0.8 if len(transfer.steps) > 1 else 0.3)
+        now = world.kernel.now
+        pull = Pull(self, transfer, lists, now, deadline_s, is_progressive, wanted, Kernels())
         self.launch(True, pull.kernels, self._lend, pull)
         assert isinstance(self.handle, client.RankHandle)
         try:
@@ -821,7 +833,7 @@ class Worker:
                 transfer.num_tokens,
                 deadline_s,
                 after=pull.kernels,
-                progressive=world.rng.random() < (0.8 if len(transfer.steps) > 1 else 0.3),
+                progressive=pull.is_progressive,
             )
         except KvxferdError as error:
             self.tell(f"cannot pull {transfer.transfer_id}: {error}")
@@ -871,7 +883,7 @@ class Worker:
                 lambda: bool(pull.ended) or not self.is_alive,
             )
 
-        self.world.kernel.at(pull.deadline, look)
+        self.world.kernel.at(pull.ends_by, look)
 
     def cancel(self, pull: Pull) -> None:
         """Cancel a pull."""
@@ -884,7 +896,7 @@ class Worker:
         if pull.transfer.publisher.engine.shape.memory is MemoryKind.GPU:
             within_s += STAGED_S
         if self.world.traits.pace is Pace.LONG:  # what is posted goes on, at the longest until its deadline
-            within_s = max(within_s, pull.deadline - self.world.kernel.now)
+            within_s = max(within_s, pull.ends_by - self.world.kernel.now)
         self.world.expectations.expect(
             Check.CANCELLED,
             f"pull {pull.ticket.number} of {self.name} is cancelled, and does not end",

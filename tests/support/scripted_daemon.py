@@ -121,7 +121,9 @@ class DaemonSide:
 
     def greet(self, lease_s: float = 30.0) -> worker.Hello:
         hello = self.expect(worker.Hello)
-        self.say(worker.Welcome(version=hello.versions.newest, boot_id="boot", lease_s=lease_s))
+        self.say(
+            worker.Welcome(version=hello.versions.newest, boot_id="boot", lease_s=lease_s, max_hold_s=600.0)
+        )
         return hello
 
     def register(self, mover: Mover, endpoint: str = ENDPOINT) -> worker.Register:

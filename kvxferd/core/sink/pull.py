@@ -84,9 +84,10 @@ class Pull:
     ref: TransferRef
     blocks: BlocksByGroup
     num_tokens: int
-    deadline: float
+    deadline_s: float
     received_at: float
     held_grant: HeldGrant
+    deadline: float = 0.0  # as `deadline_by` was last
     phase: PullPhase = PullPhase.WAITING
     mover: MoverId | None = None  # the mover that has it, from POSTED on
     posted_at: float = 0.0  # when that mover got it
@@ -134,6 +135,19 @@ class Pull:
     def local_bytes(self) -> int:
         """The bytes of its blocks on this rank."""
         return self.rank.bytes_of(self.blocks)
+
+    def deadline_by(self, max_hold_s: float) -> float:
+        """Return when the pull ends at the latest, in the phase that it is in.
+
+        A progressive one has `deadline_s` for each piece, and for the rest once all is ready. Before that it
+        waits for its source, which may not have begun: until `max_hold_s` after its request.
+        """
+        if not self.progressive:
+            return self.received_at + self.deadline_s
+        waits_until = self.received_at + max_hold_s
+        is_waiting = self.whole_at is None and self.phase is PullPhase.WAITING
+        began = self.posted_at if self.whole_at is None else self.whole_at
+        return waits_until if is_waiting else min(began, waits_until) + self.deadline_s
 
     def can(self, trigger: PullTrigger) -> bool:
         """Whether this may happen to the pull now."""

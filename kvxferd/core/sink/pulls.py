@@ -39,9 +39,9 @@ What ends a pull from outside:
 
 * `Cancel`: a WAITING pull fails at once. For a POSTED one the mover gets `AbortPull`, and the pull is
   STOPPING until `PullDone`; it may still be delivered.
-* The deadline: a WAITING pull fails. For a POSTED or STOPPING one the mover gets `AbortPull`, and has
-  `LAST_WORD_S` for what it knows: the pull is delivered, or proved to be over. Without its word the pull is
-  IN_DOUBT, because its reads are not known to be over.
+* The deadline (`Pull.deadline_by`): a WAITING pull fails. For a POSTED or STOPPING one the mover gets
+  `AbortPull`, and has `LAST_WORD_S` for what it knows: the pull is delivered, or proved to be over. Without
+  its word the pull is IN_DOUBT, because its reads are not known to be over.
 * The mover dies: nothing that it posted writes any more. A POSTED pull with time left is WAITING for the
   next mover; a pull survives the deaths of two movers. With a delivery socket the dead mover may have
   sent `TicketDelivered`, so the worker gets `PullsInterrupted`, and its `PullsResumed` lists the pulls that
@@ -160,9 +160,7 @@ class Pulls:
         self._by_session.setdefault(pull.rank.session, {})[pull.ticket] = pull
         self._inflight_bytes.add(pull.rank.uid, pull.local_bytes)
         self._block_ids.add(pull.rank.uid, request_bytes(pull.blocks))
-        # One timer, set again: most pulls end before it is due.
-        notice_at = pull.deadline - self._notice_s(pull)
-        self._context.timers.set(("deadline", pull.pull_id), notice_at, lambda: self._before_deadline(pull))
+        self._set_deadline(pull)
         pull.held_grant.pull = pull.pull_id
         self.grant_changed(pull.held_grant)
 
@@ -183,6 +181,7 @@ class Pulls:
                 pull.fence_word, pull.tokens_read, pull.read = hold.granted.fence_word, 0, NOTHING_READ
                 pull.whole_at, pull.with_movers_s = None, 0.0
             record_whole(pull, self._context.now)
+            self._set_deadline(pull)
         self.advance(pull)
 
     def advance(self, pull: Pull) -> None:
@@ -228,6 +227,7 @@ class Pulls:
             pull.mover, pull.piece = pull.rank.mover, piece
             pull.report_requested, pull.progress = False, None
             pull.posted_at = self._context.now
+            self._set_deadline(pull)
             self._start_on_mover(pull.mover, pull, remote)
             if not piece.is_last:
                 self._request_more(pull, piece.end)  # so that the answer is there when the piece is
@@ -284,7 +284,8 @@ class Pulls:
         """Ask for more than so many tokens, unless that is asked already."""
         hold = pull.held_grant
         if not hold.awaits_more and hold.state is GrantState.HELD:
-            left_s = pull.deadline - self._context.now
+            waits_until = pull.received_at + self._context.settings.max_hold_s
+            left_s = max(0.0, waits_until - self._context.now)
             self._grant_client.request_more(hold, tokens_to_wait_for(pull, tokens), left_s)
 
     def _piece_read(self, pull: Pull, mover: MoverId, piece: Piece, outcome: PullOutcome) -> None:
@@ -300,6 +301,7 @@ class Pulls:
         pull.mover, pull.piece, pull.outcome = None, None, None
         pull.tokens_read, pull.read = piece.end, add_piece(pull.read, outcome)
         pull.with_movers_s += self._context.now - pull.posted_at
+        self._set_deadline(pull)
         self._movers.reconsider(mover)
         self.advance(pull)
 
@@ -560,7 +562,17 @@ class Pulls:
             self._context.emit(SendToMover(pull.mover, AbortPull(pull=pull.pull_id)))
 
     def _notice_s(self, pull: Pull) -> float:
-        return min(self._context.settings.deadline_notice_s, (pull.deadline - pull.received_at) / 5)
+        return min(self._context.settings.deadline_notice_s, pull.deadline_s / 5)
+
+    def _set_deadline(self, pull: Pull) -> None:
+        """Keep the pull's deadline as it is now, unless it is over. Most pulls end before it is due."""
+        if pull.phase is PullPhase.IN_DOUBT or pull.late:
+            return
+        deadline = pull.deadline_by(self._context.settings.max_hold_s)
+        if deadline != pull.deadline:
+            pull.deadline = deadline
+            name, notice_at = ("deadline", pull.pull_id), deadline - self._notice_s(pull)
+            self._context.timers.set(name, notice_at, lambda: self._before_deadline(pull))
 
     def _before_deadline(self, pull: Pull) -> None:
         """Ask the one that the pull waits for whether it is there, so that the failure can name it."""
@@ -580,7 +592,9 @@ class Pulls:
             pull.progress = message
 
     def _expire(self, pull: Pull) -> None:
-        waited = f"its deadline of {pull.deadline - pull.received_at:.1f} s passed"
+        waited = f"its deadline of {pull.deadline_s:.1f} s passed"
+        if pull.progressive and pull.whole_at is None and pull.phase is PullPhase.WAITING:
+            waited = f"it was not ready within {pull.deadline - pull.received_at:.1f} s (transfer.max_hold_s)"
         if pull.phase is PullPhase.WAITING:
             pull.silent, where = describe_wait(pull, need_of(pull, self._movers), self._grant_client)
             self._fail(pull, PullTrigger.EXPIRE, _refusal(pull, Code.DEADLINE, f"{waited} {where}"))

@@ -199,10 +199,11 @@ class PublishedTransfers:
         if state is TransferState.ANNOUNCED:
             return not is_there or self.announced.add(key, rank, report, _owner_of(record))
         transfer = self.table.live[key]
+        before = transfer.ready_tokens.get(rank, -1)
         if not (is_there and transfer.set_ready(rank, report.incarnation, report.num_tokens)):
             self.release(transfer, Code.RANK_LOST)
             return True
-        if report.num_tokens < ALL_TOKENS:
+        if report.num_tokens < ALL_TOKENS and transfer.ready_tokens[rank] > before:
             self._renew_lease(transfer)
         self._waiting.wake(key)
         return True
@@ -263,7 +264,11 @@ class PublishedTransfers:
     # --- the lease
 
     def schedule_lease_check(self, transfer: Transfer) -> None:
-        """Look at the lease when it, or the first grant on it, ends. Called whenever that may be earlier."""
+        """Look at the lease when it, or the first grant on it, ends. Called whenever that may be earlier.
+
+        Until all is written, grants keep nothing: each report of progress renews the lease, and without any
+        it ends for those who wait, too.
+        """
         when = transfer.next_expiry(self._context.now)
         self._context.timers.set(("lease", transfer.key), when, lambda: self._check_lease(transfer))
 
@@ -271,7 +276,9 @@ class PublishedTransfers:
         now = self._context.now
         for grant in [g for g in transfer.grants.values() if g.expires_at <= now]:
             self.end_grant(grant.grant_id)
-        if transfer.expires_at <= now:
+        engine = self._registry.get(transfer.engine)
+        is_written = engine is not None and transfer.is_ready(engine)
+        if transfer.expires_at(is_written) <= now:
             self.release(transfer, Code.LEASE_EXPIRED)
         else:
             self.schedule_lease_check(transfer)

@@ -143,10 +143,10 @@ class Transfer:
         """Return the ranks whose reports count: where the publish implies them, the publisher's alone."""
         return self.ready_tokens if spec.publish_implies_ready else spec.ranks()
 
-    @property
-    def expires_at(self) -> float:
-        """When the lease ends: never before the grants on it."""
-        return max([self.lease_expires_at, *(grant.expires_at for grant in self.grants.values())])
+    def expires_at(self, is_written: bool) -> float:
+        """Return when the lease ends: once all is written, never before the grants on it."""
+        grants = self.grants.values() if is_written else ()
+        return max([self.lease_expires_at, *(grant.expires_at for grant in grants)])
 
     def next_expiry(self, now: float) -> float:
         """When the first grant on the lease ends, or the lease, unless that is over and grants keep it."""
@@ -192,7 +192,7 @@ class Transfer:
             num_tokens=self.num_tokens,
             num_grants=len(self.grants),
             num_acks=sum(len(reader.acknowledged) for reader in self.readers.values()),
-            lease_left_s=round(self.expires_at - now, 3),
+            lease_left_s=round(self.expires_at(ready_tokens >= self.num_tokens) - now, 3),
             age_s=round(now - self.published_at, 3),
             ready_tokens=ready_tokens,
         )

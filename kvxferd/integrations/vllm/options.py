@@ -21,7 +21,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     socket: str = "/run/kvxferd/worker/worker.sock"
     connect_timeout_s: float = 60.0  # at start: the daemon may be starting too
-    pull_deadline_s: float = 60.0  # every pull ends in Delivered or Failed within it
+    pull_deadline_s: float = 60.0  # a pull ends within it; a progressive one, once the prompt is computed
     lease_s: float | None = None  # how long published blocks wait for a first reader; None: the daemon's
     progressive: bool = False  # caches are read while they are computed, where the router asks both at once
     progressive_requests: int = 32  # that may wait here for running prefills

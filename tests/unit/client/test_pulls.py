@@ -71,6 +71,21 @@ def test_timers_follow_the_phase() -> None:
     assert (len(pulls), pulls.next_deadline()) == (0, None)
 
 
+def test_a_progressive_pull_is_waited_for_as_long_as_its_daemon_may_have_it_wait() -> None:
+    """Its deadline counts from when its source is ready, which the daemon alone knows."""
+    events: list[Event] = []
+    pulls = ClientPulls(events.append)
+    pulls.max_hold_s = 600.0
+    pull = add(pulls, deadline=10.0)
+    pull.progressive = True
+    assert pulls.build_message(pull, epoch=1, now=1.0).deadline_s == 9.0
+    assert pulls.expire(10.0 + DEADLINE_GRACE_S) == []
+    assert pulls.expire(610.0) == []
+    assert not events
+    assert pulls.expire(610.0 + DEADLINE_GRACE_S) == [pull.ticket.number]
+    assert [(event.code, event.safe_to_reuse) for event in events] == [(Code.DEADLINE, False)]
+
+
 def test_a_lost_pull_is_judged_within_a_second() -> None:
     events: list[Event] = []
     pulls = ClientPulls(events.append)

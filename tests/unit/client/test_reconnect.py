@@ -289,7 +289,9 @@ def _descriptor_of_nothing(stage: Stage) -> None:
 
 
 def _second_welcome(stage: Stage) -> None:
-    stage.side.say(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="b", lease_s=1.0))
+    stage.side.say(
+        worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="b", lease_s=1.0, max_hold_s=600.0)
+    )
 
 
 def _unasked_answer(stage: Stage) -> None:

@@ -28,7 +28,9 @@ def test_hello_names_the_client_and_its_versions(stage: Stage) -> None:
     assert hello.versions == worker.WORKER_VERSIONS
     assert hello.client.startswith("vllm 0.33 (kvxferd ")
     assert fds == ()
-    side.say(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="b", lease_s=30.0))
+    side.say(
+        worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="b", lease_s=30.0, max_hold_s=600.0)
+    )
     connecting.result(WAIT_S).close()
 
 
@@ -161,7 +163,7 @@ def test_a_daemon_that_shares_no_version_is_not_asked_again(stage: Stage, is_cho
     side = stage.daemon.accept()
     theirs = side.expect(worker.Hello).versions.newest + 1
     if is_chosen:
-        side.say(worker.Welcome(version=theirs, boot_id="b", lease_s=30.0))
+        side.say(worker.Welcome(version=theirs, boot_id="b", lease_s=30.0, max_hold_s=600.0))
     else:
         side.say(worker.Farewell(code=Code.BAD_VERSION, message=f"this one speaks {theirs}"))
     with pytest.raises(KvxferdError, match=str(theirs)) as failed:

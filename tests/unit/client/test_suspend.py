@@ -176,7 +176,10 @@ def connected(events: list[Event]) -> ClientSession:
     session = ClientSession("rank", FenceSlots(), 1, events.append)
     session.register(RankRole(SPEC, LAYOUT, exports))
     session.connection_made(0.0)
-    session.handle(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="boot", lease_s=30.0), 0.0)
+    session.handle(
+        worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="boot", lease_s=30.0, max_hold_s=600.0),
+        0.0,
+    )
     return session
 
 
@@ -210,7 +213,10 @@ def test_memory_that_was_taken_back_is_offered_to_no_other_daemon() -> None:
     session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
     session.suspend()
     session.connection_made(0.3)
-    session.handle(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="next", lease_s=30.0), 0.3)
+    session.handle(
+        worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="next", lease_s=30.0, max_hold_s=600.0),
+        0.3,
+    )
     sent = []
     while outgoing := session.pop_outgoing(0.3):
         sent.append(type(outgoing.message))
@@ -255,7 +261,10 @@ def test_a_daemon_that_does_not_reply_to_a_registration_after_a_reconnect_is_giv
     session.handle(worker.Registered(request=register.message.request, endpoint=Endpoint("tcp://n:1")), 0.1)
     session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
     session.connection_made(0.3)
-    session.handle(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="next", lease_s=30.0), 0.4)
+    session.handle(
+        worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="next", lease_s=30.0, max_hold_s=600.0),
+        0.4,
+    )
     session.tick(0.3 + REREGISTER_TIMEOUT_S)
     with pytest.raises(KvxferdError):
         session.tick(0.4 + REREGISTER_TIMEOUT_S)
@@ -277,7 +286,9 @@ def test_suspended_waits_for_the_reply_to_a_registration_that_is_under_way() -> 
         session = ClientSession("rank", FenceSlots(), 1, events.append)
         session.register(RankRole(SPEC, LAYOUT, exports()))
         session.connection_made(0.0)
-        welcome = worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="boot", lease_s=30.0)
+        welcome = worker.Welcome(
+            version=worker.WORKER_VERSIONS.newest, boot_id="boot", lease_s=30.0, max_hold_s=600.0
+        )
         session.handle(welcome, 0.0)
         sent = [session.pop_outgoing(0.0) for _ in range(2)]
         assert sent[1] is not None
