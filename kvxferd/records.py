@@ -244,6 +244,15 @@ class PeerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     last_reply_s: float | None = None  # how long ago its last message arrived
 
 
+class HolderSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that has grants on a transfer: it reads it, or has announced to."""
+
+    engine_id: EngineId
+    peer: Endpoint  # of its daemon, as its greeting names it; "": not known
+    num_grants: int  # one of each of its ranks there
+    held_s: float  # since the first of them
+
+
 class TransferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A transfer published here."""
 
@@ -253,6 +262,7 @@ class TransferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # "writing", "readable", "granted"
     num_tokens: int
     num_grants: int
+    holders: tuple[HolderSnapshot, ...] = ()  # of these grants, the longest first; the first few
     num_acks: int
     lease_left_s: float
     age_s: float

@@ -251,12 +251,16 @@ class RankHandle(Publisher):
             self._session.ready(name, time.monotonic(), ready_tokens, unfinished(after), packed)
             self._connection.flush()
 
-    def prepare(self, ref: RefLike) -> None:
+    def prepare(self, ref: RefLike, progressive: bool = False) -> None:
         """Announce a pull of this transfer: the daemon connects to the source and plans meanwhile.
+
+        From when the source is ready it keeps the transfer's blocks for this rank, however long the request
+        waits here: until the pull or `abandon`, for the daemon's `transfer.max_hold_s` at most.
+        `progressive`: as the pull will be.
 
         Raises EngineError (`transfer-unknown`) for a reference that `publish` did not return.
         """
-        message = worker.Prepare(ref=TransferRef.parse(ref))
+        message = worker.Prepare(ref=TransferRef.parse(ref), progressive=progressive)
         with self._connection.lock:
             self._session.queue_one_way(message)
             self._connection.flush()
@@ -322,7 +326,10 @@ class RankHandle(Publisher):
         return ticket
 
     def abandon(self, ref: RefLike) -> None:
-        """Report that no rank of this rank's engine will read the transfer any more."""
+        """Report that no rank of this rank's engine will read the transfer any more.
+
+        It ends what this rank has prepared: have every rank call it that has.
+        """
         message = worker.Abandon(ref=TransferRef.parse(ref))
         with self._connection.lock:
             self._session.queue_one_way(message)

@@ -141,14 +141,12 @@ class WorkerRequests:
             raise ProtocolError(f"cannot take ticket {message.ticket}: its last pull has not ended")
         blocks = session.assembly.complete(message.blocks, message.stream)
         rank, ref = session.local_rank, self._check_pull(session.local_rank, message, blocks)
+        wait_s, after_tokens = message.deadline_s, -1
         if message.progressive:
-            self._drop_prepared(session, ref)  # which waits for the whole
-            wait_s = self._context.settings.max_hold_s
-            hold = self._grant_client.acquire(rank, ref, wait_s, after_tokens=0, blocks=blocks)
-        else:
-            hold = self._take_prepared(session, ref) or self._grant_client.acquire(
-                rank, ref, message.deadline_s, blocks=blocks
-            )
+            wait_s, after_tokens = self._context.settings.max_hold_s, 0
+        hold = self._take_prepared(session, ref, after_tokens) or self._grant_client.acquire(
+            rank, ref, wait_s, after_tokens, blocks
+        )
         pull = Pull(
             pull_id=self._pulls.next_id(),
             rank=rank,
@@ -198,22 +196,35 @@ class WorkerRequests:
         if not self._context.ledger[BLOCK_ID_BYTES].acquire(session.uid, ENTRY_BYTES):
             return
         settings = self._context.settings
-        prepared[ref] = self._grant_client.acquire(session.local_rank, ref, settings.handshake_wait_s)
+        wait_s, after_tokens = settings.handshake_wait_s, -1
+        if message.progressive:
+            wait_s, after_tokens = settings.max_hold_s, 0
+        prepared[ref] = self._grant_client.acquire(session.local_rank, ref, wait_s, after_tokens)
         self._context.after(
             ("prepared", session.session_id, ref),
             settings.max_hold_s,
             lambda: self._drop_prepared(session, ref),
         )
 
-    def _take_prepared(self, session: Session, ref: TransferRef) -> HeldGrant | None:
-        """Return the grant that was prepared, unless it was refused or has ended: a new one may succeed."""
+    def _take_prepared(
+        self, session: Session, ref: TransferRef, after_tokens: int | None = None
+    ) -> HeldGrant | None:
+        """Return the grant that was prepared, unless it was refused or has ended: a new one may succeed.
+
+        `after_tokens`: of the pull that is to have it; one that waits for the whole serves no other.
+        """
         hold = self._prepared.get(session.session_id, {}).pop(ref, None)
         if hold is None:
             return None
         self._context.ledger[BLOCK_ID_BYTES].release(session.uid, ENTRY_BYTES)
         self._context.timers.cancel(("prepared", session.session_id, ref))
         # One of another rank is of a registration that failed, maybe of another layout.
-        if hold.rank is session.rank and hold.state not in (GrantState.REFUSED, GrantState.LAPSED):
+        is_such = after_tokens is None or after_tokens == hold.after_tokens
+        if (
+            is_such
+            and hold.rank is session.rank
+            and hold.state not in (GrantState.REFUSED, GrantState.LAPSED)
+        ):
             return hold
         self._grant_client.release(hold)
         return None

@@ -114,9 +114,10 @@ class Unpublish(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """A pull of this reference will follow: do the handshake, plan and connect now."""
+    """A pull of this reference will follow: do the handshake, plan and connect now, and hold its transfer."""
 
     ref: TransferRef
+    progressive: bool = False  # as the pull will be
 
 
 class PullRequest(Message, frozen=True):

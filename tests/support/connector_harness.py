@@ -182,7 +182,6 @@ class EngineUnderTest:
         self.worker = ConnectorWorker(
             self.rank,
             deadline_s,
-            is_lead_rank=True,
             recomputes_failed=recomputes_failed,
             bounce_buffers=None if mirror is None else mirror(self.memory),
             record_launched=launched,

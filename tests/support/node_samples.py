@@ -25,6 +25,7 @@ from kvxferd.plan import TransferTopology
 from kvxferd.records import (
     EngineSnapshot,
     HandshakeRecord,
+    HolderSnapshot,
     LimitSnapshot,
     NodeSnapshot,
     OwnershipSnapshot,
@@ -172,6 +173,10 @@ def _transfer(name: str, state: str, num_grants: int) -> TransferSnapshot:
         state=state,
         num_tokens=1000,
         num_grants=num_grants,
+        holders=(
+            HolderSnapshot(engine_id=SOURCE, peer=Endpoint("tcp://10.0.0.8:9441"), num_grants=1, held_s=4.25),
+        )
+        * bool(num_grants),
         num_acks=1,
         lease_left_s=12.5,
         age_s=17.5,

@@ -173,7 +173,14 @@ class GrantServer:
         now, settings, grant_id = self._context.now, self._context.settings, GrantId(str(request.name))
         grant = transfer.grants.get(grant_id)
         if grant is None:
-            grant = Grant(grant_id, agents=frozenset(), granted_at=now, peer_id=request.peer_id)
+            grant = Grant(
+                grant_id,
+                agents=frozenset(),
+                granted_at=now,
+                peer_id=request.peer_id,
+                reader=request.message.consumer.engine_id,
+                peer=self._peer_routes.endpoint_of(request.route),
+            )
             self._published.table.add_grant(transfer, grant)
         for agent in sorted(request.agents):
             self._poll_requests.acquire(agent, grant_id)
@@ -230,11 +237,11 @@ class GrantServer:
         self._context.emit(ReplyToPeer(route, GrantsRenewed(request=message.request, ended=tuple(ended))))
 
     def release(self, route: bytes, message: ReleaseGrant, key: str = "") -> None:
-        """End the grant of a pull that failed."""
+        """End the grant of a pull that failed, or never came."""
         grant = _scoped_grant_id(message.grant, key)
         if request := self._waiting.get(grant):
             self._waiting.refuse(request, Code.CANCELLED, "its reader gave the grant back before it had it")
-        self._published.end_grant(grant)
+        self._published.return_grant(grant)
         self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
 
     def acknowledge(self, route: bytes, message: Acknowledge, key: str = "") -> None:

@@ -50,7 +50,9 @@ class PublishChecks:
         what = f"publish transfer {message.transfer_id}"
         limit = self._context.settings.limits.max_transfers_per_engine
         full = f"{what}: engine {engine_key} has {limit} that are not released"
-        check_count(self._table.num_of_engine(engine_key), limit, full, "limits.max_transfers_per_engine")
+        if (num_live := self._table.num_of_engine(engine_key)) >= limit:
+            full += f"; {self._table.describe_oldest(engine_key, self._context.now)}"
+        check_count(num_live, limit, full, "limits.max_transfers_per_engine")
         self._ended.check_room(session.uid, what)
         incarnations = self._incarnations_of(session, engine, message)
         charged = request_bytes(blocks) + incarnation_bytes(len(engine.spec.ranks()), message.incarnations)

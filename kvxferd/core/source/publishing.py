@@ -183,7 +183,7 @@ class PublishedTransfers:
         self._waiting.wake(transfer.key)
 
     def _renew_lease(self, transfer: Transfer) -> None:
-        """Keep a transfer that grows: its prefill runs. The timer stays, and finds the lease renewed."""
+        """Have the lease run anew: the prefill runs, or a reader has failed. The timer finds it renewed."""
         transfer.lease_expires_at = max(transfer.lease_expires_at, self._context.now + transfer.lease_s)
 
     def rank_ready(self, record: RankRecord, transfer_id: TransferId, report: Report) -> bool:
@@ -276,12 +276,21 @@ class PublishedTransfers:
         now = self._context.now
         for grant in [g for g in transfer.grants.values() if g.expires_at <= now]:
             self.end_grant(grant.grant_id)
-        engine = self._registry.get(transfer.engine)
-        is_written = engine is not None and transfer.is_ready(engine)
-        if transfer.expires_at(is_written) <= now:
+        if transfer.expires_at(self._is_written(transfer)) <= now:
             self.release(transfer, Code.LEASE_EXPIRED)
         else:
             self.schedule_lease_check(transfer)
+
+    def return_grant(self, grant_id: GrantId) -> None:
+        """End the grant of a reader that has failed: the lease runs anew, for another reader."""
+        transfer = self.table.by_grant.get(grant_id)
+        self.end_grant(grant_id)
+        if transfer is not None and self._is_written(transfer):  # else its engine's progress alone renews it
+            self._renew_lease(transfer)
+
+    def _is_written(self, transfer: Transfer) -> bool:
+        engine = self._registry.get(transfer.engine)
+        return engine is not None and transfer.is_ready(engine)
 
     def end_grant(self, grant_id: GrantId) -> None:
         """Take a grant off its lease. Does nothing where there is none."""

@@ -13,6 +13,7 @@ from kvxferd.core.tables import decrease, discard
 from kvxferd.ids import (
     AgentName,
     Endpoint,
+    EngineId,
     EngineKey,
     GrantId,
     Incarnation,
@@ -22,7 +23,7 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import BlocksByGroup, EngineSpec
 from kvxferd.plan import covered_tokens, has_all_blocks
-from kvxferd.records import ReaderRecord, TransferSnapshot
+from kvxferd.records import HolderSnapshot, ReaderRecord, TransferSnapshot
 from kvxferd.wire.limits import MAX_RANKS
 from kvxferd.wire.peer import Consumer
 
@@ -46,6 +47,8 @@ class Grant:
     agents: frozenset[AgentName]  # the source movers that must poll while it lives
     granted_at: float
     peer_id: str  # the reader's key, or its route
+    reader: EngineId
+    peer: Endpoint  # of the reader's daemon, as its greeting names it
     expires_at: float = 0.0
 
 
@@ -182,6 +185,18 @@ class Transfer:
             for key, reader in done
         )
 
+    def holders(self, now: float) -> tuple[HolderSnapshot, ...]:
+        """Return the first engines that hold it, and for how long."""
+        since: dict[tuple[EngineId, Endpoint], list[float]] = {}
+        for grant in self.grants.values():
+            since.setdefault((grant.reader, grant.peer), []).append(grant.granted_at)
+        return tuple(
+            HolderSnapshot(
+                engine_id=engine_id, peer=peer, num_grants=len(times), held_s=round(now - min(times), 3)
+            )
+            for (engine_id, peer), times in list(since.items())[:MAX_RECORDED]
+        )
+
     def snapshot(self, now: float, state: str, ready_tokens: int) -> TransferSnapshot:
         """Return the transfer as /v1/transfers shows it. `ready_tokens`: that every rank has written."""
         return TransferSnapshot(
@@ -191,6 +206,7 @@ class Transfer:
             state=state,
             num_tokens=self.num_tokens,
             num_grants=len(self.grants),
+            holders=self.holders(now),
             num_acks=sum(len(reader.acknowledged) for reader in self.readers.values()),
             lease_left_s=round(self.expires_at(ready_tokens >= self.num_tokens) - now, 3),
             age_s=round(now - self.published_at, 3),
@@ -226,6 +242,17 @@ class TransferTable:
     def num_of_engine(self, engine: EngineKey) -> int:
         """Return how many live transfers the engine has."""
         return len(self._by_engine.get(engine, ()))
+
+    def describe_oldest(self, engine: EngineKey, now: float) -> str:
+        """Return who holds the engine's oldest transfer, for a refusal."""
+        oldest = next(iter(self._by_engine[engine].values()))
+        holder = next(iter(oldest.holders(now)), None)
+        held_by = (
+            f"held by engine {holder.engine_id} at {holder.peer} for {holder.held_s:.0f} s"
+            if holder
+            else (f"held by no reader, and published {now - oldest.published_at:.0f} s ago")
+        )
+        return f"the oldest, {oldest.transfer_id}, is {held_by}"
 
     @property
     def most_of_engine(self) -> int:

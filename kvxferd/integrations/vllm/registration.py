@@ -114,7 +114,6 @@ def register_caches(
     worker = ConnectorWorker(
         rank,
         options.pull_deadline_s,
-        is_lead_rank=(spec.pp_rank, spec.tp_rank) == (0, 0),
         recomputes_failed=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
         bounce_buffers=sharing.shared.bounce_buffers,
         record_launched=_record_event if is_ahead or (is_progressive and is_on_device) else None,

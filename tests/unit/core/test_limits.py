@@ -42,11 +42,23 @@ def test_a_transfer_too_many_of_one_engine_is_refused_until_one_is_released():
         source.publish(name, IDS, TOKENS)
     (refused,) = source.received(wk.PublishRefused)
     assert (refused.transfer_id, refused.code, refused.retry_after_s) == ("t3", Code.BUSY, RETRY_AFTER_S)
+    assert "the oldest, t1, is held by no reader, and published 0 s ago" in refused.message
     other.publish("t1", IDS, TOKENS)
     assert not other.received(wk.PublishRefused)
     source.say(wk.Unpublish(transfer_id="t1"))
     source.publish("t4", IDS, TOKENS)
     assert len(source.received(wk.PublishRefused)) == 1
+
+
+def test_a_source_that_is_full_says_who_holds_what():
+    world = world_of(max_transfers_per_engine=1)
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode")[0]
+    sink.say(wk.Prepare(ref=source.publish("t1", IDS, TOKENS)))
+    world.advance(50)
+    source.publish("t2", IDS, TOKENS)
+    (refused,) = source.received(wk.PublishRefused)
+    assert "the oldest, t1, is held by engine decode at tcp://d:9441 for 50 s" in refused.message
 
 
 def test_ready_for_transfers_that_nobody_publishes_is_bounded_engine_by_engine():

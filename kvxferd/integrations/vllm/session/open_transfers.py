@@ -154,7 +154,9 @@ class OpenTransfers:
         and where it has no open transfer.
         """
         request_id = request.request_id
-        self._expected.pop(request_id, None)
+        expected = self._expected.pop(request_id, None)
+        if expected is not None and block_ids is None:
+            self._publish(publisher, *expected)  # and withdrawn below: who waits for it receives that
         last = None
         if block_ids is not None and (opened := self._open.get(request_id)) is not None:
             last = self._publish_last(publisher, opened, block_ids)

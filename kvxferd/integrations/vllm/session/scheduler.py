@@ -29,7 +29,13 @@ from kvxferd.integrations.vllm.session.request_params import (
     wants_pull,
 )
 from kvxferd.integrations.vllm.session.stats import ConnectorStats
-from kvxferd.integrations.vllm.session.step_metadata import EngineReport, PublishSpec, PullSpec, StepMetadata
+from kvxferd.integrations.vllm.session.step_metadata import (
+    EngineReport,
+    PrepareSpec,
+    PublishSpec,
+    PullSpec,
+    StepMetadata,
+)
 from kvxferd.wire.limits import MAX_NAME_CHARS
 
 _LOG = logging.getLogger("vllm.kvxferd.scheduler")
@@ -115,13 +121,16 @@ class ConnectorScheduler:
     # --- the decode engine
 
     def request_added(self, request: Request) -> None:
-        """Handle a new request, long before it is scheduled: the daemon can fetch the manifest and plan."""
+        """Handle a new request, long before it is scheduled: the daemon can fetch the manifest and plan.
+
+        It also holds the transfer while the request is in vLLM's queue, which may be longer than its lease.
+        """
         if wants_publish(request):
             self._trim_prompt(request)
             if (given := self._router_ref(request)) is not None:
                 self._open_transfers.expect(request, given)
         elif wants_pull(request) and (ref := self._usable_ref(request)) is not None:
-            self._step.prepares.append(ref)
+            self._step.prepares.append(PrepareSpec(ref, self._early_pulls_of(request) is not None))
 
     def num_tokens_to_pull(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens come from the prefill engine, beyond those that are cached here.
@@ -305,7 +314,7 @@ class ConnectorScheduler:
         step.extends = extends
         step.abandons += self._late_abandons.pop_due()
         pulled = {spec.ref for spec in step.pulls} | set(step.abandons)
-        step.prepares = [ref for ref in step.prepares if ref not in pulled]
+        step.prepares = [spec for spec in step.prepares if spec.ref not in pulled]
         return step
 
     @property

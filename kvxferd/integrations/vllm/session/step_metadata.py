@@ -13,6 +13,14 @@ from kvxferd.ids import Generation
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareSpec:
+    """Hold a transfer for a request that waits to be scheduled, on every rank."""
+
+    ref: TransferRef
+    is_early: bool  # as `PullSpec.is_early`
+
+
+@dataclass(frozen=True, slots=True)
 class PullSpec:
     """Read a transfer's tokens into a request's blocks, on every rank."""
 
@@ -47,7 +55,7 @@ class ExtendSpec:
 class StepMetadata:
     """What the workers do in one step, in this order."""
 
-    prepares: list[TransferRef] = field(default_factory=list)
+    prepares: list[PrepareSpec] = field(default_factory=list)
     pulls: list[PullSpec] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)  # request ids whose pull is cancelled
     abandons: list[TransferRef] = field(default_factory=list)  # transfers that this engine will not read

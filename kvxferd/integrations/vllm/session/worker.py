@@ -75,15 +75,12 @@ class ConnectorWorker:
         rank: RankHandle,
         deadline_s: float,
         *,
-        is_lead_rank: bool,
         recomputes_failed: bool = False,
         bounce_buffers: BlockCopier | None = None,
         record_launched: Callable[[], Completion] | None = None,
     ) -> None:
-        """`is_lead_rank`: whether this is the rank that sends what an engine sends once.
-
-        `recomputes_failed`: whether this engine computes a prompt itself whose pull has failed. Otherwise the
-        router decides, which may send the request to another decode engine with the same reference: the
+        """`recomputes_failed`: whether this engine computes a prompt itself whose pull has failed. Otherwise
+        the router decides, which may send the request to another decode engine with the same reference: the
         transfer is left to its lease.
 
         `record_launched` returns a completion that follows all work launched before. Transfers wait for it
@@ -92,7 +89,6 @@ class ConnectorWorker:
         self.stats = ConnectorStats()
         self._rank = rank
         self._deadline_s = deadline_s
-        self._is_lead_rank = is_lead_rank
         self._recomputes_failed = recomputes_failed
         self._bounce_buffers = bounce_buffers
         self._record_launched = record_launched
@@ -107,8 +103,9 @@ class ConnectorWorker:
 
     def start_step(self, step: StepMetadata, *, needs_ready: bool) -> None:
         """Do what the scheduler has decided for this step."""
-        for ref in step.prepares:
-            self._send_best_effort(self._rank.prepare, ref)
+        for prepared in step.prepares:
+            prepare = partial(self._rank.prepare, progressive=prepared.is_early)
+            self._send_best_effort(prepare, prepared.ref)
         after = (
             self._record_launched()
             if self._record_launched is not None and (step.extends or step.publishes or step.pulls)
@@ -124,7 +121,7 @@ class ConnectorWorker:
             pull = self._pulls.get(request_id)
             if pull is not None and pull.ticket is not None:
                 pull.ticket.cancel()
-        for ref in step.abandons if self._is_lead_rank else ():
+        for ref in step.abandons:  # each rank has prepared it
             self._send_best_effort(self._rank.abandon, ref)
         for request_id in step.released:
             self._release(request_id)

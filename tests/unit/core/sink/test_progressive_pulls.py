@@ -649,6 +649,45 @@ def test_any_chunks_in_any_order_are_delivered_once_and_whole(world, source, sin
     check_delivered(sink, ticket)
 
 
+def test_a_request_that_waits_here_holds_what_is_written_meanwhile(world, source, sink):
+    """Its grant is requested before anything is ready, and keeps the transfer once all is."""
+    sink.say(wk.Prepare(ref=unpublished(source), progressive=True))
+    world.advance(20)
+    publish(source, ready=8, nonce="n" * 32, lease_s=8.0)
+    extend(source, 8, TOKENS)
+    world.advance(100)
+    assert not source.received(wk.Released)
+    world.hold_network = True  # the pull has the grant that was prepared
+    mover_of(sink).hold = True
+    ticket = pull(sink, unpublished(source))
+    (piece,) = pieces_of(mover_of(sink))
+    assert piece.num_tokens == 8  # which was ready then
+    world.hold_network = False
+    mover_of(sink).hold = False
+    mover_of(sink).copy()
+    mover_of(sink).finish()
+    world.advance(world.settings.resend_s)
+    check_delivered(sink, ticket)
+
+
+def test_what_is_prepared_is_held_no_longer_than_the_prefill_makes_progress(world, source, sink):
+    sink.say(wk.Prepare(ref=publish(source, ready=8, lease_s=8.0), progressive=True))
+    world.advance(8.1)
+    assert source.received(wk.Released)[0].why is Code.LEASE_EXPIRED
+
+
+@pytest.mark.parametrize("prepared_so", [True, False])
+def test_what_is_prepared_for_another_kind_of_pull_is_given_back(world, source, sink, prepared_so):
+    ref = publish(source, ready=8)
+    sink.say(wk.Prepare(ref=ref, progressive=prepared_so))
+    ticket = pull(sink, ref, progressive=not prepared_so)
+    assert progress_of(sink) == ([] if prepared_so else [8])
+    extend(source, 8, TOKENS)
+    check_delivered(sink, ticket)
+    world.advance(world.settings.resend_s)
+    assert world.hosts["p"].node.is_idle
+
+
 def record_of(sink: Worker) -> PullRecord:
     """The last pull's."""
     return [record for record in sink.host.records if isinstance(record, PullRecord)][-1]

@@ -236,6 +236,39 @@ def test_a_failed_pull_is_no_acknowledgement_and_another_engine_may_read(world):
     assert other.reads(ref)
 
 
+@pytest.mark.parametrize("dies", [True, False], ids=["its worker is gone", "its pull fails"])
+def test_a_reader_that_fails_after_the_lease_leaves_time_for_another(world, dies):
+    """The request waited there for longer than the lease; its router sends it to another engine."""
+    source, sink, ref = published(world)
+    sink.say(wk.Prepare(ref=ref))
+    world.advance(3 * Settings().lease_s)
+    if dies:
+        sink.close()
+    else:
+        mover = mover_of(sink)
+        mover.hold = True
+        ticket = sink.pull(ref, SINK_IDS, TOKENS)
+        sink.say(wk.Cancel(ticket=ticket))
+        mover.die()
+        assert isinstance(sink.ended(ticket), wk.TicketFailed)
+    world.advance(Settings().lease_s - 0.1)
+    assert not source.received(wk.Released)
+    assert world.engine(world.host("e"), "decode-2")[0].reads(ref)
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
+
+
+def test_the_operator_sees_who_holds_a_transfer_and_for_how_long(world):
+    source, sink, ref = published(world)
+    sink.say(wk.Prepare(ref=ref))
+    world.advance(40)
+    (shown,) = source.host.node.snapshot().transfers
+    (holder,) = shown.holders
+    assert (holder.engine_id, holder.peer, holder.num_grants) == ("decode", "tcp://d:9441", 1)
+    assert holder.held_s == pytest.approx(40.0)
+    sink.say(wk.Abandon(ref=ref))
+    assert not source.host.node.snapshot().transfers
+
+
 def test_an_engine_that_read_only_in_part_does_not_keep_another_from_reading(world):
     source = world.engine(world.host("p"), "prefill")[0]
     half = world.engine(world.host("d"), "decode", tp=2)

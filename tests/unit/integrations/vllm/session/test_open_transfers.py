@@ -89,6 +89,15 @@ def test_a_transfer_is_taken_back_once(scheduler: Scheduler) -> None:
     assert scheduler.session.unpublished == ["t"]
 
 
+def test_one_that_is_aborted_in_the_queue_ends_for_those_who_wait_for_it(scheduler: Scheduler) -> None:
+    waiting = Request("r2", 16, {})
+    scheduler.open.expect(waiting, make_ref("tcp://10.0.0.1:9441", "e", "g1", "t2"))
+    assert scheduler.open.end(scheduler.session, waiting, None) is None
+    assert scheduler.session.unpublished == ["t2"]
+    scheduler.open.released("t2")
+    assert not scheduler.open.is_spent(waiting)
+
+
 def test_one_that_ends_by_itself_is_not_continued(scheduler: Scheduler) -> None:
     scheduler.open.released("t")  # its lease has ended
     assert scheduler.pool.kept == []

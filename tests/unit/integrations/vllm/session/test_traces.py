@@ -54,7 +54,7 @@ def test_a_pull_belongs_to_its_own_engines_request(headers: Any, of_pull: str) -
     scheduler.blocks_allocated(decode, Blocks(([1, 2],)), 8)
     step = pickle.loads(pickle.dumps(scheduler.build_step_metadata()))  # as vLLM sends it to its workers
     (pull,) = step.pulls
-    assert prepared.traceparent == pull.ref.traceparent == of_pull
+    assert prepared.ref.traceparent == pull.ref.traceparent == of_pull
     assert pull.ref == REF
 
 
