@@ -5,7 +5,8 @@
 Each completion goes to a prefill engine for one token, and then, with the `kv_transfer_params` of its
 reply, to a decode engine. It does not depend on kvxferd: the contract is vLLM's own for KV connectors.
 Several engines of a kind take turns. Where a decode engine fails before its response has begun, the request
-goes to the next one with the same parameters: the prefill engine keeps the cache until its lease ends. Both
+goes to the next one with the same parameters: the prefill engine keeps the cache until its lease ends. Where
+each of them has failed, maybe because one had read the cache before it died, it is prefilled once more. Both
 engines get the same X-Request-Id, and the client's traceparent where it sent one: as a header, and for
 kvxferd with the parameters. When a client disconnects, its requests are cancelled.
 
@@ -43,6 +44,7 @@ NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens")
 TRACE_HEADERS = ("traceparent", "tracestate")
 # Of a kvxferd reference: what names the prefill engine, and what is chosen for each request.
 ENGINE_FIELDS, REQUEST_FIELDS = ("endpoint", "engine_id", "generation"), ("transfer_id", "nonce")
+NUM_PREFILLS = 2  # of one request
 ENGINE_TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 Reply = tuple[int, Any]
@@ -72,11 +74,7 @@ class Router:
             headers = headers_for_engines(request)
             if url in self._engines:
                 return await self._overlapped(request, asked, headers, url)
-            status, prefilled = await self._request_prefill(url + request.path, asked, headers, PREFILL_ONLY)
-            if status != 200:
-                return web.json_response(prefilled, status=status)
-            self._learn_engine(url, prefilled)
-            return await self._decode_after(request, asked, headers, prefilled)
+            return await self._prefill_and_decode(request, asked, headers, url)
         except aiohttp.ClientError as error:
             said = f"an engine cannot be reached: {type(error).__name__}: {error}"
             return web.json_response({"error": {"message": said, "code": 502}}, status=502)
@@ -103,7 +101,9 @@ class Router:
                 return web.json_response(prefilled, status=status)
             self._learn_engine(url, prefilled)
             if not is_of(ref, prefilled):
-                return await self._decode_after(request, asked, headers, prefilled)
+                return await self._pass_on(
+                    request, *await self._find_decode(request, asked, headers, prefilled)
+                )
             return await self._pass_on(request, *await decode)
         finally:
             await self._end(decode)
@@ -136,26 +136,49 @@ class Router:
         async with self._session.post(url, json=wanted, headers=headers) as answer:
             return answer.status, await answer.json()
 
-    async def _decode_after(
+    async def _prefill_and_decode(
+        self, request: web.Request, asked: dict[str, Any], headers: dict[str, str], url: str
+    ) -> web.StreamResponse:
+        """Ask one engine after the other; both once more where no decode engine could go on."""
+        answer: aiohttp.ClientResponse | None = None
+        for _ in range(NUM_PREFILLS):
+            if answer is not None:
+                answer.close()
+            status, prefilled = await self._request_prefill(url + request.path, asked, headers, PREFILL_ONLY)
+            if status != 200:
+                return web.json_response(prefilled, status=status)
+            self._learn_engine(url, prefilled)
+            answer, first = await self._find_decode(request, asked, headers, prefilled)
+            if answer.status < 500:
+                break
+        assert answer is not None
+        return await self._pass_on(request, answer, first)
+
+    async def _find_decode(
         self,
         request: web.Request,
         asked: dict[str, Any],
         headers: dict[str, str],
         prefilled: Mapping[str, Any],
-    ) -> web.StreamResponse:
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Return the response of the first decode engine that has one, in the end the last engine's error."""
         params = with_trace(prefilled.get("kv_transfer_params"), headers)
         wanted = asked | {"kv_transfer_params": params}
+        found: tuple[aiohttp.ClientResponse, bytes] | None = None
         for num_left in reversed(range(self._num_decode)):
             try:
-                answer, first = await self._open_decode(request, wanted, headers)
+                answered = await self._open_decode(request, wanted, headers)
             except aiohttp.ClientError:
-                if not num_left:
+                if found is None and not num_left:
                     raise
                 continue
-            if answer.status < 500 or not num_left:
-                return await self._pass_on(request, answer, first)
-            answer.close()
-        raise AssertionError("there is a decode engine")
+            if found is not None:
+                found[0].close()
+            found = answered
+            if found[0].status < 500:
+                break
+        assert found is not None
+        return found
 
     async def _open_decode(
         self, request: web.Request, asked: dict[str, Any], headers: dict[str, str]

@@ -67,6 +67,7 @@ class Status(Enum):
     PREEMPTED = auto()
     FINISHED_LENGTH_CAPPED = auto()
     FINISHED_ABORTED = auto()
+    FINISHED_ERROR = auto()
 
 
 @dataclass

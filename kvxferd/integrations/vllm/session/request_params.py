@@ -80,6 +80,14 @@ def is_prompt_computed(request: Request) -> bool:
     return request.status.name in _FINISHED
 
 
+def is_left_to_router(request: Request) -> bool:
+    """Whether the request ended with an error, as under the policy "fail" where its cache was not loaded.
+
+    Its router may send it to another decode engine with the same reference. Who aborts it wants it no more.
+    """
+    return request.status.name == "FINISHED_ERROR"
+
+
 def ref_from_params(params: Mapping[str, Any]) -> TransferRef:
     """Return the prefill engine's, or the router's, reference. Raises EngineError(transfer-unknown)."""
     return TransferRef.parse(params.get(REF_KEY) or {})

@@ -21,6 +21,7 @@ from kvxferd.integrations.vllm.session.request_params import (
     AllocatedBlocks,
     Request,
     has_router_ref,
+    is_left_to_router,
     is_prompt_computed,
     params_for_decode,
     ref_from_params,
@@ -208,7 +209,8 @@ class ConnectorScheduler:
         """
         if (ref := self._pulling.pop(request.request_id, None)) is not None:
             self._step.cancels.append(request.request_id)
-            self._step.abandons.append(ref)
+            if not is_left_to_router(request):
+                self._step.abandons.append(ref)
         if wants_pull(request):  # it never had blocks
             if (ref := self._usable_ref(request)) is not None:
                 self._step.abandons.append(ref)
