@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.simulation.checks import Check, Violation
@@ -22,6 +23,7 @@ MAX_DRAWS = 20  # of a request: one may have more blocks than there are
 LONG_READ_S = 9.0  # longer than a lease, and than a grant's
 LONG_PREFILL_S = 8.0  # longer than a peer may be silent to which a request for a grant was sent
 LEASE_S = 60.0
+QUEUED_LEASE_S, QUEUE_S = 4.0, 12.0  # a queue of three leases: less than `engine.MAX_HOLD_S`
 AWAY_S = (0.01, 1.0)
 LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
 REPEATED_S = 281.0  # after which transfers that have ended, or were never published, make room for others
@@ -39,6 +41,8 @@ class Hardship(StrEnum):
     MESSAGES = "messages are lost"
     LONG_PREFILL = "its source takes long to write it"
     LONG_READ = "its read takes long"
+    LONG_QUEUE = "its reader's queue is longer than its lease"
+    READER_DIES = "a reader dies in whose queue it was for longer than its lease"
 
 
 class Loss(StrEnum):
@@ -50,7 +54,9 @@ class Loss(StrEnum):
 
 
 # Those in which no pull has to be repeated.
-AT_ONCE = frozenset({Hardship.NONE, Hardship.LONG_PREFILL, Hardship.LONG_READ})
+AT_ONCE = frozenset({
+    Hardship.NONE, Hardship.LONG_PREFILL, Hardship.LONG_READ, Hardship.LONG_QUEUE, Hardship.READER_DIES,
+})  # fmt: skip
 ENDS_MOVERS = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE})
 JOINED_S = 14.0  # by then a home has the ranks of a node whose daemon was restarted
 
@@ -85,6 +91,8 @@ class Aftermath:
         before = len(world.wanted)
         limit_s = PULL_S if hardship is Hardship.NONE else HARD_PULL_S
         self._make_hard(source, sink, hardship)
+        if hardship in (Hardship.LONG_QUEUE, Hardship.READER_DIES):
+            self._have_wait(sink, transfer, hardship is Hardship.READER_DIES)
         if not sink.is_ready:
             self._wait(lambda: sink.is_ready, BACK_S)
         sink.pull(transfer, limit_s)
@@ -129,6 +137,19 @@ class Aftermath:
                     world.after(LONG_PREFILL_S, world.kernel.resume, worker.process)
             case Hardship.LONG_READ:
                 world.planned_at[Moment.READ].append((0.0, self._stall))
+
+    def _have_wait(self, sink: Engine, transfer: Transfer, dies: bool) -> None:
+        """Have an engine's ranks announce a transfer and not come for it; it dies where another is to read."""
+        world, transfer.lease_s = self._world, QUEUED_LEASE_S
+        others = [engine for engine in world.sinks if engine is not sink and engine.is_ready]
+        reader = self._rng.choice(others) if dies and others else sink
+        self._wait(lambda: transfer.ref is not None, PULL_S)
+        for worker in reader.ranks:
+            worker.do(partial(worker.prepare, transfer))
+        self._wait(lambda: False, QUEUE_S)
+        if reader is not sink:
+            reader.die()
+            world.after(0.3, reader.start)
 
     def _stall(self, transport: SimTransport) -> None:
         transport.stalls_until = self._world.kernel.now + LONG_READ_S

@@ -857,7 +857,7 @@ class Worker:
         """Announce a pull."""
         if transfer.ref is not None and self.is_ready:
             assert isinstance(self.handle, client.RankHandle)
-            self.handle.prepare(transfer.ref)
+            self.handle.prepare(transfer.ref, progressive=self.world.rng.random() < 0.5)
             transfer.prepared[self] = self.world.kernel.now
             self.tell(f"prepares {transfer.transfer_id}")
 

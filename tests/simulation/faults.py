@@ -51,7 +51,7 @@ KINDS = {
     "cancel-at-delivery": 2, "kill-mover-at-delivery": 2, "sleep-at-binding": 1, "kill-mover-at-binding": 1,
     "deadly-pull": 1, "slow-cancel": 2, "lose-reader": 1, "lose-rare-message": 2,
     "kill-member": 1, "slow-node": 2, "stop-node": 1, "reuse-address": 1, "sleep-without-daemon": 2,
-    "no-threads": 1, "kill-daemon-at-read": 2, "cut-worker-at-read": 2,
+    "no-threads": 1, "send-elsewhere": 2, "kill-daemon-at-read": 2, "cut-worker-at-read": 2,
     "stop-daemon-at-read": 2, "sleep-before-mover": 1, "republish": 1,
     "sleep-at-registering": 1,
 }  # fmt: skip
@@ -471,6 +471,22 @@ class Faults:
         else:
             engine.die()
             self._world.after(rng.choice((0.01, 0.3)), self._revive, engine)
+
+    def _send_elsewhere(self, rng: random.Random) -> None:
+        """A router sends a request to another engine too, or instead: by the same reference."""
+        sinks = [engine for engine in self._world.sinks if engine.is_ready]
+        pulls = [pull for pull in self._pulls() if any(pull.worker.engine is not sink for sink in sinks)]
+        if (pull := self._pick(pulls)) is None:
+            return
+        engine, is_instead = pull.worker.engine, rng.random() < 0.5
+        other = rng.choice([sink for sink in sinks if sink is not engine])
+        self._strike("send-elsewhere", f"{engine.shape.name} {other.shape.name}", 0.0, pull.worker)
+        if is_instead and rng.random() < 0.5:
+            engine.die()
+            self._world.after(rng.choice((0.01, 0.3)), self._revive, engine)
+        elif is_instead:
+            pull.worker.do(lambda: pull.worker.cancel(pull))
+        self._world.after(rng.choice((0.0, 0.01, 0.3)), other.pull, pull.transfer)
 
     def _unpublish(self, rng: random.Random) -> None:
         live = [t for e in self._world.sources if e.is_ready for t in e.transfers.values()]
