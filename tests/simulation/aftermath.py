@@ -139,7 +139,7 @@ class Aftermath:
                 world.planned_at[Moment.READ].append((0.0, self._stall))
 
     def _have_wait(self, sink: Engine, transfer: Transfer, dies: bool) -> None:
-        """Have an engine's ranks announce a transfer and not come for it; it dies where another is to read."""
+        """Have an engine announce a transfer and not come for it; it dies where another is to read."""
         world, transfer.lease_s = self._world, QUEUED_LEASE_S
         others = [engine for engine in world.sinks if engine is not sink and engine.is_ready]
         reader = self._rng.choice(others) if dies and others else sink

@@ -282,10 +282,15 @@ class PublishedTransfers:
             self.schedule_lease_check(transfer)
 
     def return_grant(self, grant_id: GrantId) -> None:
-        """End the grant of a reader that has failed: the lease runs anew, for another reader."""
-        transfer = self.table.by_grant.get(grant_id)
+        """End the grant of a reader that has failed: the lease runs anew, for another reader.
+
+        Not for ever: readers that come and fail hold a transfer no longer than one that stays.
+        """
+        transfer, now, settings = self.table.by_grant.get(grant_id), self._context.now, self._context.settings
         self.end_grant(grant_id)
-        if transfer is not None and self._is_written(transfer):  # else its engine's progress alone renews it
+        if transfer is None or now >= transfer.published_at + settings.max_hold_s:
+            return
+        if self._is_written(transfer):  # else its engine's progress alone renews it
             self._renew_lease(transfer)
 
     def _is_written(self, transfer: Transfer) -> bool:

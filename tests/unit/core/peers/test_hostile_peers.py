@@ -382,6 +382,17 @@ def test_asking_for_a_grant_again_and_again_holds_it_no_longer_than_renewing(wor
     assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
+def test_giving_a_grant_back_again_and_again_holds_it_no_longer_than_renewing(world, source):
+    settings = world.settings
+    ref = source.publish("t1", IDS, TOKENS)
+    for _ in range(int((settings.max_hold_s + 2 * settings.lease_s) / 10)):
+        request = grant_of(world, source, ref)
+        world.feed(source.host, ev.PeerRequest(b"stranger", request))
+        world.feed(source.host, ev.PeerRequest(b"stranger", ReleaseGrant(request=2, grant=request.grant)))
+        world.advance(10)
+    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
+
+
 def test_a_pull_from_a_peer_that_fell_silent_is_told_before_a_long_deadline(world, source, sink):
     first = sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)
     assert isinstance(sink.ended(first), wk.TicketDelivered)
