@@ -55,8 +55,8 @@ class Router:
 
     def __init__(self, prefill: list[str], decode: list[str], overlap: bool = False) -> None:
         self._prefill: Iterator[str] = itertools.cycle(prefill)
-        self._decode: Iterator[str] = itertools.cycle(decode)
-        self._num_decode = len(decode)
+        self._decode = decode
+        self._turns: Iterator[int] = itertools.count()
         self._overlap = overlap
         self._engines: dict[str, dict[str, Any]] = {}  # by address: what names it in a reference
 
@@ -90,7 +90,9 @@ class Router:
         )
         early = with_trace({"do_remote_prefill": True, "do_remote_decode": False} | shared, headers)
         decode = asyncio.create_task(
-            self._open_decode(request, asked | {"kv_transfer_params": early}, headers)
+            self._open_decode(
+                self._decode_urls()[0] + request.path, asked | {"kv_transfer_params": early}, headers
+            )
         )
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
@@ -165,11 +167,12 @@ class Router:
         params = with_trace(prefilled.get("kv_transfer_params"), headers)
         wanted = asked | {"kv_transfer_params": params}
         found: tuple[aiohttp.ClientResponse, bytes] | None = None
-        for num_left in reversed(range(self._num_decode)):
+        urls = self._decode_urls()
+        for url in urls:
             try:
-                answered = await self._open_decode(request, wanted, headers)
+                answered = await self._open_decode(url + request.path, wanted, headers)
             except aiohttp.ClientError:
-                if found is None and not num_left:
+                if found is None and url is urls[-1]:
                     raise
                 continue
             if found is not None:
@@ -180,11 +183,16 @@ class Router:
         assert found is not None
         return found
 
+    def _decode_urls(self) -> list[str]:
+        """Return the decode engines, the one first whose turn it is, and each once."""
+        first = next(self._turns) % len(self._decode)
+        return self._decode[first:] + self._decode[:first]
+
     async def _open_decode(
-        self, request: web.Request, asked: dict[str, Any], headers: dict[str, str]
+        self, url: str, asked: dict[str, Any], headers: dict[str, str]
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         """Return the decode engine's response when its first part is there."""
-        answer = await self._session.post(next(self._decode) + request.path, json=asked, headers=headers)
+        answer = await self._session.post(url, json=asked, headers=headers)
         try:
             return answer, await answer.content.readany()
         except BaseException:

@@ -58,7 +58,7 @@ class Decoders:
 @pytest.fixture(scope="module")
 def shared_decoders(site: Site, shared_llama: Llama) -> Iterator[Decoders]:
     served = shared_llama.nodes.consumer(site.model("llama"), "fail", flags=("--max-num-seqs=1",))
-    narrow = site.engine("narrow", served)
+    narrow = site.engine("narrow", served).wait()
     yield Decoders(shared_llama, narrow)
     site.end(narrow)
 
