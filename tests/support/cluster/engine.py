@@ -16,7 +16,7 @@ import msgspec
 
 from kvxferd.client import make_ref
 from kvxferd.layout import EngineSpec
-from tests.support.cluster.node import Node
+from tests.support.cluster.node import MAX_HOLD_S, Node
 from tests.support.cluster.rank_agent import Birth, Chunk, run
 
 _GENERATIONS = itertools.count(1)
@@ -52,6 +52,11 @@ class Pull:
     deadline_s: float
     stopped_s: float  # of its worker, when it began
     is_progressive: bool = False
+
+    @property
+    def limit_s(self) -> float:
+        """Within how long it has ended; a progressive one may wait for its source before."""
+        return self.deadline_s + (MAX_HOLD_S if self.is_progressive else 0.0)
 
 
 @dataclass

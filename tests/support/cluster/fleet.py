@@ -175,8 +175,8 @@ class Fleet:
             self.tally.wrong_items += wrong
             self.tally.problems.append(f"wrong_items: {wrong} in {pull.read.transfer.name}")
         paused = pull.worker.paused_s(time.monotonic()) - pull.stopped_s
-        if took_s > pull.deadline_s + GRACE_S + paused:
-            what = f"{pull.read.transfer.name} took {took_s:.1f} s of {pull.deadline_s:.1f} s"
+        if took_s > pull.limit_s + GRACE_S + paused:
+            what = f"{pull.read.transfer.name} took {took_s:.1f} s of {pull.limit_s:.1f} s"
             self.tally.problem("hung", what)
         if not safe:
             self.tally.unsafe += 1
@@ -214,7 +214,7 @@ class Fleet:
         for pull in list(self.pulls.values()):
             paused = pull.worker.paused_s(now) - pull.stopped_s
             # The worker itself says how long it took; this is for one that never says.
-            if now > pull.began + pull.deadline_s + 2 * GRACE_S + paused:
+            if now > pull.began + pull.limit_s + 2 * GRACE_S + paused:
                 del self.pulls[pull.number]
                 self.tally.problem("hung", f"pull of {pull.read.transfer.name} never ended")
                 self._ended(pull, "hung")

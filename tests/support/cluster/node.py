@@ -11,10 +11,11 @@ from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.processes import children, state_of
 from tests.support.ports import free_port
 
+MAX_HOLD_S = 10  # for which a progressive pull waits for a transfer that may never come
 # Short, so that what ends by itself ends within an audit.
 FLAGS = {
     "--transfer-lease-s": "5",
-    "--transfer-max-hold-s": "60",
+    "--transfer-max-hold-s": str(MAX_HOLD_S),
     "--peer-silent-after-s": "4",
     "--peer-request-timeout-s": "0.5",
     "--peer-handshake-wait-s": "4",
