@@ -1,0 +1,445 @@
+"""SGLang's four classes of a transfer backend, over `transfers`.
+
+They are `CommonKV*` with other transfers, because SGLang's scheduler reads attributes of those. Bootstrap
+goes as with SGLang's own backends: the prefill engine's ranks register with its bootstrap server, decode
+ranks look the engine up there, and a request's cache is computed once a decode rank has pages for it. Every
+decode rank talks to the prefill engine's first rank alone, so no sizes of the two engines have to fit.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import socket
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import requests
+import torch
+import torch.distributed
+import zmq
+from aiohttp import web
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+
+from kvxferd import engine as kv
+from kvxferd.errors import Code, EngineError
+from kvxferd.integrations.common.agreement import gather_from_ranks
+from kvxferd.integrations.common.model_digest import Model, digest_of_model
+from kvxferd.integrations.sglang import messages
+from kvxferd.integrations.sglang.held import HeldRequests
+from kvxferd.integrations.sglang.identity import SourceIdentity
+from kvxferd.integrations.sglang.layout.pools import AUX, FULL, aux_tensors
+from kvxferd.integrations.sglang.layout.support import describe
+from kvxferd.integrations.sglang.memory import rows_of
+from kvxferd.integrations.sglang.options import Options, read_options
+from kvxferd.integrations.sglang.transfers import STALE, Blocks, RankTransfers, Reception, State
+
+_LOG = logging.getLogger("sglang.kvxferd")
+_HTTP_TIMEOUT_S = 5
+_SUSPEND_TIMEOUT_S = 30
+
+
+class Manager(CommonKVManager):  # type: ignore[misc]
+    """One rank's session with the daemon of its node."""
+
+    # SGLang keeps the pages of a request that failed until `is_abort_release_safe`.
+    supports_deferred_decode_kv_release = True
+    queue: Any = None  # SGLang's, which is making this manager: it knows the pool and the model
+
+    def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
+        parallel = get_parallel()
+        _refuse_what_is_not_planned(parallel, server_args)
+        options = read_options()
+        groups = (parallel.attn_tp_group, parallel.pp_group)
+        own = (f"{_engine_id(options, mode, parallel, args)}", secrets.token_hex(8), secrets.token_hex(16))
+        engine_id, generation, secret = gather_from_ranks(groups, own)[0]
+        self._tensors, self.states, rank = self._register(options, parallel, engine_id, generation)
+        self.identity = SourceIdentity(rank.reference("any").endpoint, engine_id, generation, secret)
+        self.is_lead = (parallel.pp_rank, parallel.attn_tp_rank) == (0, 0)
+        self.rank = rank
+        self.transfers = RankTransfers(rank, self.identity, is_lead=self.is_lead, lease_s=options.lease_s)
+        self.held = HeldRequests(lambda flags: _all_true(flags, parallel.attn_tp_group.cpu_group))
+        super().__init__(args, mode, server_args, is_mla_backend)
+        self.enable_deferred_decode_kv_release = True
+        if mode == DisaggregationMode.DECODE:
+            self._start_heartbeat_checker_thread()
+
+    def _register(
+        self, options: Options, parallel: Any, engine_id: str, generation: str
+    ) -> tuple[dict[str, kv.NamedTensor], dict[str, str], kv.RankHandle]:
+        """Describe the pool and register it. Blocks. Raises KvxferdError."""
+        queue = self.queue
+        model = queue.scheduler.model_config
+        if queue.draft_token_to_kv_pool is not None:
+            raise EngineError(
+                "cannot move the cache of a draft model yet: start without --speculative-*", Code.BAD_REQUEST
+            )
+        described = describe(queue.token_to_kv_pool, queue.scheduler.sliding_window_size)
+        num_layers = model.num_hidden_layers
+        rows, aux = aux_tensors(rows_of(queue.metadata_buffers), num_layers - 1)
+        tensors, groups = {**described.tensors, **rows}, [*described.groups, aux]
+        spec = kv.EngineSpec(
+            engine_id,
+            generation,
+            num_layers,
+            pp_size=parallel.pp_size,
+            tp_size=parallel.attn_tp_size,
+            pp_rank=parallel.pp_rank,
+            tp_rank=parallel.attn_tp_rank,
+            num_kv_heads=model.get_total_num_kv_heads(),
+            fingerprint=options.model_fingerprint or _fingerprint(model),
+            home=options.home,
+        )
+        rank = kv.register(
+            options.socket,
+            spec,
+            tensors,
+            groups,
+            layers=described.layers,
+            timeout_s=options.connect_timeout_s,
+        )
+        _LOG.info("rank (%d, %d) of %s@%s is registered", spec.pp_rank, spec.tp_rank, engine_id, generation)
+        return tensors, described.states, rank
+
+    def register_to_bootstrap(self) -> None:
+        """Show this engine to its readers. Raises RuntimeError where its bootstrap server cannot."""
+        super().register_to_bootstrap()
+        if not self.is_lead:
+            return
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.bootstrap_host, self.bootstrap_host)
+        url = f"http://{host}:{self.bootstrap_port}/kvxferd/{self._replica}"
+        reply = requests.put(url, json=msgspec.to_builtins(self.identity), timeout=_HTTP_TIMEOUT_S)
+        if reply.status_code != 200:
+            raise RuntimeError(
+                f"cannot register with the bootstrap server: {url} has status {reply.status_code}; SGLang's "
+                "Rust server has none of kvxferd's, start without it"
+            )
+
+    @property
+    def _replica(self) -> int:
+        """The data-parallel rank, as SGLang's bootstrap server counts it."""
+        return int(self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank)
+
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        """Have the first rank alone looked up: which ranks are read, the daemon decides."""
+        info.target_tp_rank, info.target_tp_ranks = 0, [0]
+        info.target_cp_ranks, info.target_pp_ranks = [0], [0]
+        info.required_dst_info_num = info.required_prefill_response_num = 1
+
+    def build_receiver_metadata_message(self, *, bootstrap_room: int, **_: Any) -> list[bytes]:
+        """Return what tells the prefill engine that this rank has begun to pull."""
+        return messages.encode_pulling(bootstrap_room)
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nothing writes the room's pages any more."""
+        self.pump()
+        return self.transfers.is_quiet(bootstrap_room)
+
+    def pump(self) -> None:
+        """Handle what has come from the daemon and from decode ranks. Never waits."""
+        while (message := self._next_message()) is not None:
+            match message:
+                case messages.Pulling(room):
+                    self.transfers.handle_reader(room)
+                case messages.Aborted(room):
+                    self.transfers.handle_reader_gone(room)
+        self.transfers.pump()
+
+    def _next_message(self) -> messages.Pulling | messages.Aborted | None:
+        while True:
+            try:
+                frames = self.server_socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            if (message := messages.decode(frames)) is not None:
+                return message
+
+    def deregister_buffer_to_engine(self) -> None:
+        """Give the memory back, before SGLang frees it for its sleep. Blocks."""
+        self.rank.suspend()
+        end = time.monotonic() + _SUSPEND_TIMEOUT_S
+        while not self.rank.is_suspended and (left := end - time.monotonic()) > 0:
+            select.select([self.rank.fileno()], [], [], left)
+            self.pump()
+        if not self.rank.is_suspended:
+            raise RuntimeError(f"the daemon has not unmapped this rank's memory in {_SUSPEND_TIMEOUT_S} s")
+
+    def register_buffer_to_engine(self) -> None:
+        """Offer the memory again, after SGLang's sleep. Blocks."""
+        kv.resume(self.rank, self._tensors)
+
+
+class Sender(CommonKVSender):  # type: ignore[misc]
+    """A request of the prefill engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.publication = self.kv_mgr.transfers.open_publication(self.bootstrap_room)
+        self.is_cut_short = False  # SGLang has aborted it, or has taken its failure: the same on all ranks
+
+    @property
+    def holds_pages(self) -> bool:
+        """Whether SGLang gives pages back that may be read still. The same on every rank of a stage."""
+        return self.is_cut_short and self.publication.has_sent
+
+    def send(
+        self,
+        kv_indices: Any,
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+        indices_event: Any = None,
+    ) -> None:
+        """Publish a chunk's pages, the first time or behind the earlier ones."""
+        after: Any = vars(self).pop("_early_send_wait_event", None)
+        self._early_send_wait_event = None
+        if self.conclude_state is not None:
+            return
+        page = self.kv_mgr.kv_args.page_size
+        first_token = self.curr_idx * page
+        pages, _, is_last, _ = self._prepare_send_indices(kv_indices, state_indices)
+        num_tokens = self.num_kv_indices * page
+        blocks = _blocks(pages, first_token)
+        if is_last:
+            blocks |= _states(self.kv_mgr, state_indices, num_tokens, self.aux_index)
+        ready = None if is_last else self.curr_idx * page
+        self.publication.send(blocks, num_tokens, ready, after or _recorded_event(self.kv_mgr))
+        self._record_transfer_indices(kv_indices, state_indices)
+
+    def poll(self) -> Any:
+        """Return the state of the request's transfer."""
+        self._take_state()
+        return super().poll()
+
+    def poll_pp_consensus(self) -> Any:
+        """Return the least state of all stages."""
+        self._take_state()
+        return super().poll_pp_consensus()
+
+    def abort(self) -> None:
+        """Withdraw the request. It fails once its pages are not read any more."""
+        self.is_cut_short = True
+        self.kv_mgr.record_failure(self.bootstrap_room, "Aborted by AbortReq.")
+        self.publication.abort("Aborted by AbortReq.")
+        self._take_state()
+
+    def failure_exception(self) -> None:
+        """Raise KVTransferError with the reason."""
+        self.is_cut_short = True
+        self.publication.abort("SGLang has given the request up")
+        super().failure_exception()
+
+    def clear(self) -> None:
+        """Forget the request."""
+        super().clear()
+        self.kv_mgr.transfers.forget(self.publication)
+
+    def _take_state(self) -> None:
+        self.kv_mgr.pump()
+        state = self.publication.state
+        if state is State.FAILED:
+            with self.kv_mgr.failure_lock:
+                self.kv_mgr.failure_records.setdefault(self.bootstrap_room, self.publication.error)
+        self.kv_mgr.update_status(self.bootstrap_room, int(state))
+
+
+class Receiver(CommonKVReceiver):  # type: ignore[misc]
+    """A request of the decode engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reception = Reception(self.kv_mgr.transfers, self.bootstrap_room)
+        self._metadata: dict[str, Any] | None = None  # until a second start of the source was tried
+
+    def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+        """Pull the request's cache into these pages, and tell the prefill engine that it may compute it."""
+        self._metadata = {"kv_indices": kv_indices, "args": args, "kwargs": kwargs}
+        self._pull(kv_indices, *args, **kwargs)
+        if self.reception.state is not State.FAILED:
+            super().send_metadata(kv_indices, *args, **kwargs)
+
+    def poll(self) -> Any:
+        """Return the state of the request's transfer."""
+        self.kv_mgr.pump()
+        if self.reception.state is State.FAILED and self.reception.code in STALE and self._metadata:
+            self._look_up_again()
+        match self.reception.state:
+            case State.SUCCESS:
+                self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+            case State.TRANSFERRING:
+                self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
+            case State.FAILED:
+                with self.kv_mgr.failure_lock:
+                    self.kv_mgr.failure_records.setdefault(self.bootstrap_room, self.reception.error)
+                self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        return super().poll()
+
+    def _pull(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        **_: Any,
+    ) -> None:
+        if not self.bootstrap_infos:
+            return  # SGLang's own part fails the request
+        first_token = decode_prefix_len or 0
+        num_tokens = first_token + len(kv_indices) * self.kv_mgr.kv_args.page_size
+        blocks = _blocks(kv_indices, first_token)
+        blocks |= _states(self.kv_mgr, state_indices, num_tokens, aux_index)
+        source = msgspec.convert(self.bootstrap_infos[0]["kvxferd"], SourceIdentity)
+        self.reception.pull(source, blocks, num_tokens, self.kv_mgr.waiting_timeout)
+
+    def _look_up_again(self) -> None:
+        """Ask the bootstrap server again, once: the prefill engine may have restarted under its address."""
+        metadata, self._metadata = self._metadata, None
+        before = self.bootstrap_infos
+        self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
+        self.invalidate_cached_bootstrap_infos()
+        self._setup_bootstrap_infos()
+        if metadata is not None and self.bootstrap_infos and self.bootstrap_infos != before:
+            self._pull(metadata["kv_indices"], *metadata["args"], **metadata["kwargs"])
+            super().send_metadata(metadata["kv_indices"], *metadata["args"], **metadata["kwargs"])
+
+    def _register_kv_args(self) -> bool:
+        return True  # the daemons know the layouts
+
+    def _get_bootstrap_info_from_server(self, prefill_dp_rank: int, *args: Any) -> dict[str, Any] | None:
+        info = super()._get_bootstrap_info_from_server(prefill_dp_rank, *args)
+        if info is None:
+            return None
+        url = f"http://{self.bootstrap_addr}/kvxferd/{prefill_dp_rank}"
+        try:
+            reply = requests.get(url, timeout=_HTTP_TIMEOUT_S)
+            identity = msgspec.json.decode(reply.content, type=SourceIdentity) if reply.ok else None
+        except (requests.RequestException, msgspec.DecodeError, msgspec.ValidationError) as error:
+            _LOG.error("cannot read %s: %s; does that engine run kvxferd's backend?", url, error)
+            return None
+        if identity is None:
+            _LOG.error("cannot read %s: status %d; does that engine run kvxferd?", url, reply.status_code)
+            return None
+        return {**info, "kvxferd": msgspec.to_builtins(identity)}
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        """End the pull, and tell the prefill engine that nobody wants the room."""
+        self.reception.cancel()
+        super()._send_abort_notification(force_arm=force_arm)
+
+
+class BootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
+    """SGLang's, with one more route: how an engine's readers find it at its daemon."""
+
+    def _setup_routes(self) -> None:
+        super()._setup_routes()
+        self._identities: dict[str, SourceIdentity] = {}
+        self.app.router.add_put("/kvxferd/{replica}", self._put_identity)
+        self.app.router.add_get("/kvxferd/{replica}", self._get_identity)
+
+    async def _put_identity(self, request: web.Request) -> web.Response:
+        try:
+            identity = msgspec.json.decode(await request.read(), type=SourceIdentity)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            return web.Response(status=400, text=str(error))
+        self._identities[request.match_info["replica"]] = identity
+        return web.Response(text="OK")
+
+    async def _get_identity(self, request: web.Request) -> web.Response:
+        identity = self._identities.get(request.match_info["replica"])
+        if identity is None:
+            return web.Response(status=404, text="this replica has not registered")
+        return web.Response(body=msgspec.json.encode(identity), content_type="application/json")
+
+
+CLASSES = {
+    KVClassType.MANAGER: Manager,
+    KVClassType.SENDER: Sender,
+    KVClassType.RECEIVER: Receiver,
+    KVClassType.BOOTSTRAP_SERVER: BootstrapServer,
+}
+"""By SGLang's name of their kind; its `KVArgs` are used as they are."""
+
+
+def _ids(pages: Any) -> Any:
+    return np.ascontiguousarray(pages, dtype=np.int32)
+
+
+def _blocks(pages: Any, first_token: int) -> dict[str, kv.BlockList]:
+    ids = _ids(pages)
+    return {FULL: kv.BlockList(ids=ids, first_token=first_token)}
+
+
+def _states(manager: Manager, indices: list[Any] | None, num_tokens: int, aux_index: int | None) -> Blocks:
+    """Return the blocks that come once, with the last pages: a window's pages, and the metadata's row."""
+    blocks = {AUX: kv.BlockList(ids=[aux_index or 0], state_at=num_tokens)}
+    for kind, pages in zip(manager.kv_args.state_types, indices or (), strict=False):
+        ids = _ids(pages)
+        first_token = num_tokens - len(ids) * manager.kv_args.page_size
+        blocks[manager.states[kind.value]] = kv.BlockList(ids=ids, first_token=first_token)
+    return blocks
+
+
+def _recorded_event(manager: Manager) -> Any:
+    """Return an event behind the kernels that were launched; None on a CPU."""
+    device = manager.queue.token_to_kv_pool.device
+    if str(device).startswith("cpu"):
+        return None
+    event = torch.get_device_module(device).Event()
+    event.record()
+    return event
+
+
+def _all_true(flags: list[bool], group: Any) -> list[bool]:
+    """Return for each flag whether it is True on every rank."""
+    agreed = torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
+    torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN, group=group)
+    return [bool(flag) for flag in agreed.tolist()]
+
+
+def _engine_id(options: Options, mode: Any, parallel: Any, args: Any) -> str:
+    name = options.engine_id or f"sglang-{mode.value}-{socket.gethostname()}-{get_serving().port}"
+    replica = (
+        parallel.attn_dp_rank if parallel.dp_size == 1 or parallel.attn_dp_size > 1 else args.system_dp_rank
+    )
+    has_replicas = parallel.dp_size > 1 or parallel.attn_dp_size > 1
+    return f"{name}-dp{replica or 0}" if has_replicas else name
+
+
+def _fingerprint(model: Any) -> str:
+    """Return a text that is equal for two engines whose caches hold the same values."""
+    architecture = (getattr(model.hf_config, "architectures", None) or ["unnamed"])[0]
+    digest = digest_of_model(
+        Model(model.model_path, getattr(model, "revision", None), lambda: dict(model.hf_config.to_dict()))
+    )
+    return (
+        f"{architecture}/{str(model.dtype).removeprefix('torch.')}/{model.quantization or 'plain'}/{digest}"
+    )
+
+
+def _refuse_what_is_not_planned(parallel: Any, server_args: Any) -> None:
+    """Raise EngineError for an engine whose cache is not described, naming the setting."""
+    for is_set, setting in (
+        (parallel.attn_cp_size > 1, "context parallelism (--attention-context-parallel-size)"),
+        (parallel.attn_dcp_size > 1, "decode context parallelism (--dcp-size)"),
+        (parallel.enable_kv_cache_sharding, "pages that ranks share out (--enable-kv-cache-sharding)"),
+        (parallel.pp_size > 1, "pipeline stages (--pp-size)"),
+        (
+            get_disagg().disaggregation_decode_allocation_policy != "early",
+            "another policy than --disaggregation-decode-allocation-policy early",
+        ),
+        (getattr(server_args, "enable_hisparse", False), "--enable-hisparse"),
+    ):
+        if is_set:
+            raise EngineError(
+                f"cannot move the cache of an engine with {setting}: start it without", Code.BAD_REQUEST
+            )

@@ -1,0 +1,156 @@
+"""Real SGLang servers on a CPU: one alone, or a prefill and a decode engine at their daemons."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.nodes.waiting import wait_until
+from tests.support.ports import free_port
+from tests.support.server_group import HOST, ServerGroup
+
+START_S = 300.0
+STAND_INS = Path(__file__).parent / "stand_ins"
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(STAND_INS),
+    # An overlapped prefill sends a cached prefix behind an event of CUDA's, which a CPU has not.
+    "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+}
+FLAGS = (
+    "--device=cpu",
+    "--attention-backend=torch_native",
+    "--mem-fraction-static=0.05",
+    "--max-running-requests=16",
+    "--skip-tokenizer-init",
+    "--dtype=float32",  # bfloat16 rounds differently with what else is in the batch
+    "--log-level=info",
+)
+WARM_UP = list(range(3, 19))
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server is to run. `role`: "prefill", "decode", or "" for an engine of its own."""
+
+    model: Path
+    role: str = ""
+    worker_socket: str = ""
+    page_tokens: int = 1
+    max_tokens: int = 8192
+    flags: Sequence[str] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+class Engine(ServerGroup):
+    """One SGLang server. `start` returns at once; `wait` returns when it answers."""
+
+    def __init__(self, name: str, python: str, served: Served, directory: Path) -> None:
+        super().__init__(name, directory / f"{name}.log")
+        self.served = served
+        self._python = python
+        self.port, self.bootstrap_port = 0, 0
+        self.start()
+
+    def start(self) -> None:
+        """Start it; again on the ports that it had, as a supervisor does."""
+        served = self.served
+        port = self.port or self.new_port()
+        command = [self._python, "-m", "sglang.launch_server", f"--model-path={served.model}"]
+        command += [f"--host={HOST}", f"--port={port}", f"--page-size={served.page_tokens}"]
+        command += [f"--max-total-tokens={served.max_tokens}", *FLAGS, *served.flags]
+        if served.role:
+            self.bootstrap_port = self.bootstrap_port or free_port()
+            command += [f"--disaggregation-mode={served.role}", "--disaggregation-transfer-backend=kvxferd"]
+            command += [f"--disaggregation-bootstrap-port={self.bootstrap_port}"]
+        if served.role == "decode":  # the default pins host memory by CUDA
+            command.append("--disaggregation-decode-retraction-backup=cpu_tensor")
+        environ = ENVIRONMENT | {"KVXFERD_SGLANG_SOCKET": served.worker_socket} | dict(served.environ)
+        if not served.worker_socket:
+            del environ["KVXFERD_SGLANG_SOCKET"]
+        self.start_group(command, environ)
+
+    def wait(self) -> Engine:
+        """Return once it serves."""
+        wait_until(lambda: self.answers, lambda: f"{self.name} serves: {self.tail()}", START_S)
+        self.ready_after_s = time.monotonic() - self.started_at
+        return self
+
+    def scheduler(self, rank: int = 0) -> int:
+        """The pid of a rank's scheduler."""
+        found = [pid for pid in self.group() if "scheduler" in _title_of(pid)]
+        return sorted(found)[rank]
+
+
+def generate(url: str, prompt: Sequence[int], max_tokens: int = 12, **fields: Any) -> dict[str, Any]:
+    """Send a request; return SGLang's reply. Raises OSError (HTTPError) where the status is not 200."""
+    sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    content = {"input_ids": list(prompt), "sampling_params": sampling, **fields}
+    request = urllib.request.Request(
+        f"{url}/generate", json.dumps(content).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=fields.pop("timeout_s", 120)) as response:
+        reply = json.loads(response.read())
+    return dict(reply)
+
+
+def tokens_of(reply: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens of a reply. Raises AssertionError where the request was aborted."""
+    reason = reply["meta_info"]["finish_reason"]
+    assert reason["type"] != "abort", reason
+    return tuple(reply["output_ids"])
+
+
+class Pair:
+    """A prefill and a decode engine, and what a router sends them."""
+
+    def __init__(self, prefill: Engine, decode: Engine) -> None:
+        self.prefill, self.decode = prefill, decode
+        self._pool = ThreadPoolExecutor(64)
+        self._rooms = int.from_bytes(os.urandom(7), "big")
+
+    def new_room(self) -> int:
+        """A room that no other request has."""
+        self._rooms += 1
+        return self._rooms
+
+    def send(
+        self, prompt: Sequence[int], max_tokens: int = 12, **fields: Any
+    ) -> tuple[Future[dict[str, Any]], Future[dict[str, Any]]]:
+        """Send both halves of a request, as SGLang's routers do; return the replies to come."""
+        room = {
+            "bootstrap_host": HOST,
+            "bootstrap_port": self.prefill.bootstrap_port,
+            "bootstrap_room": fields.pop("room", None) or self.new_room(),
+        }
+        halves = (self.prefill.url, self.decode.url)
+        first, second = (
+            self._pool.submit(generate, url, prompt, max_tokens, **room, **fields) for url in halves
+        )
+        return first, second
+
+    def tokens(self, prompt: Sequence[int], max_tokens: int = 12, **fields: Any) -> tuple[int, ...]:
+        """Send a request and return the decode engine's tokens."""
+        first, second = self.send(prompt, max_tokens, **fields)
+        first.result(180)
+        return tokens_of(second.result(180))
+
+    def close(self) -> None:
+        """Wait for no reply any more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _title_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
