@@ -62,6 +62,11 @@ class ServerGroup:
         return self._process.pid
 
     @property
+    def runs(self) -> bool:
+        """Whether its first process has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def lives(self) -> bool:
         """Whether the server's first process runs and says that its engine is well."""
         assert self._process is not None

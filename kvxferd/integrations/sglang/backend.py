@@ -183,6 +183,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]
 class Sender(CommonKVSender):  # type: ignore[misc]
     """A request of the prefill engine."""
 
+    _early_send_wait_event: Any  # SGLang's, behind the kernels that write the chunk which is sent next
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.publication = self.kv_mgr.transfers.open_publication(self.bootstrap_room)
@@ -201,8 +203,7 @@ class Sender(CommonKVSender):  # type: ignore[misc]
         indices_event: Any = None,
     ) -> None:
         """Publish a chunk's pages, the first time or behind the earlier ones."""
-        after: Any = vars(self).pop("_early_send_wait_event", None)
-        self._early_send_wait_event = None
+        after, self._early_send_wait_event = self._early_send_wait_event, None
         if self.conclude_state is not None:
             return
         page = self.kv_mgr.kv_args.page_size

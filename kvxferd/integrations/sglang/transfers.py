@@ -144,6 +144,8 @@ class Publication:
         """Withdraw it. What was published may be read until the state is FAILED. Idempotent."""
         if self._ended is not None:
             return
+        if self._owner.is_lead and not self._is_published and not self._is_aborted:
+            self._refuse_readers()
         self._is_aborted = True
         if self._owner.is_lead or not self.has_sent:
             self.error = self.error or why
@@ -153,6 +155,17 @@ class Publication:
             except KvxferdError:
                 # The session is over: every word is overwritten, and every reader notices it.
                 self._ended = Code.PUBLISHER_GONE
+
+    def _refuse_readers(self) -> None:
+        """Have pulls that wait for it fail now, and those that come later: it is published and withdrawn."""
+        try:
+            nonce = self._owner.identity.nonce(self.room)
+            self._owner.rank.publish(
+                transfer_id(self.room), {}, 1, lease_s=None, after=None, ready_tokens=0, nonce=nonce
+            )
+            self._owner.rank.unpublish(self._owner.identity.reference(self.room))
+        except KvxferdError:
+            pass  # the pulls fail at their deadline
 
     def handle_end(self, why: Code, message: str) -> None:
         """Handle `Released` or `PublishRefused`."""

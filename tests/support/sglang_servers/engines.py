@@ -23,6 +23,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(STAND_INS),
+    # Pages that are missing while nothing runs end the engine.
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     # An overlapped prefill sends a cached prefix behind an event of CUDA's, which a CPU has not.
     "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
 }
