@@ -1,7 +1,7 @@
 """The environment of the SGLang proofs: python -m tests.proofs.sglang.environment.
 
-It has SGLang's wheel of PyPI, some 3 GB with what it imports. KVXFERD_SGLANG_PYTHON names the interpreter of an
-SGLang that is elsewhere.
+It has SGLang's wheel of PyPI, some 3 GB with what it imports. KVXFERD_SGLANG_PYTHON names the interpreter of
+an SGLang that is elsewhere.
 """
 
 from __future__ import annotations

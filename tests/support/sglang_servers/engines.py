@@ -17,6 +17,7 @@ from tests.support.ports import free_port
 from tests.support.server_group import HOST, ServerGroup
 
 START_S = 300.0
+LIMIT_S = 120.0  # for a reply
 STAND_INS = Path(__file__).parent / "stand_ins"
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -97,12 +98,19 @@ def generate(url: str, prompt: Sequence[int], max_tokens: int = 12, **fields: An
     """Send a request; return SGLang's reply. Raises OSError (HTTPError) where the status is not 200."""
     sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     content = {"input_ids": list(prompt), "sampling_params": sampling, **fields}
-    request = urllib.request.Request(
-        f"{url}/generate", json.dumps(content).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=fields.pop("timeout_s", 120)) as response:
-        reply = json.loads(response.read())
-    return dict(reply)
+    return dict(json.loads(_post(f"{url}/generate", content)))
+
+
+def abort(url: str, rid: str) -> None:
+    """Have an engine abort a request, which may have ended."""
+    _post(f"{url}/abort_request", {"rid": rid})
+
+
+def _post(url: str, content: object) -> bytes:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(content).encode(), headers)
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
+        return bytes(response.read())
 
 
 def tokens_of(reply: Mapping[str, Any]) -> tuple[int, ...]:

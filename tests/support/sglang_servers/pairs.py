@@ -70,16 +70,17 @@ class Llama:
             )
             assert not engine.said("memory leak"), engine.tail()
         for node in (self.node_p, self.node_d):
-            kinds = ("transfers", "pulls")
-            wait_until(
-                lambda node=node: not any(node.control.get("/v1/transfers")[kind] for kind in kinds),
-                lambda node=node: str(node.control.get("/v1/transfers")),
-                SETTLE_S,
-            )
+            wait_until(lambda node=node: not any(moving(node)), lambda node=node: str(moving(node)), SETTLE_S)
 
     def close(self) -> None:
         """Wait for no reply any more."""
         self.pair.close()
+
+
+def moving(node: Daemon) -> list[Any]:
+    """Return a daemon's transfers and pulls that have not ended."""
+    found = node.control.get("/v1/transfers")
+    return [*found["transfers"], *found["pulls"]]
 
 
 def in_use(engine: Engine) -> dict[str, int]:

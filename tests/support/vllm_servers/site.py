@@ -33,7 +33,7 @@ class Site:
         make_engine: Callable[..., Any] = Engine,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """`make_engine`, `environ`: an engine's class, and what its interpreter needs beside this process's."""
+        """`make_engine`: an engine's class; `environ`: what its interpreter needs."""
         self.directory = directory
         self.python = python
         self._make_engine = make_engine

@@ -13,7 +13,7 @@ from kvxferd.engine import Group, NamedTensor
 from kvxferd.errors import LayoutError
 from kvxferd.layout import GroupKind
 
-SUPPORT_PAGE = "docs/how-to/sglang.md"
+SUPPORT_PAGE = "docs/reference/sglang-support.md"
 FULL, WINDOW, AUX = "full", "window", "aux"
 
 

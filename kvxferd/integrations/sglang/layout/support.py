@@ -1,4 +1,6 @@
-"""Every pool of SGLang's, and its describer or why it is refused: docs/how-to/sglang.md is made from this.
+"""Every pool of SGLang's, and its describer or why it is refused.
+
+docs/reference/sglang-support.md is made from this table.
 
 Names are exact: a subclass may keep its pages by another rule.
 """
