@@ -13,6 +13,7 @@ import secrets
 import select
 import socket
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -31,15 +32,16 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+from sglang.srt.utils.network import NetworkAddress
 
 from kvxferd import engine as kv
-from kvxferd.errors import Code, EngineError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.integrations.common.agreement import gather_from_ranks
 from kvxferd.integrations.common.model_digest import Model, digest_of_model
 from kvxferd.integrations.sglang import messages
 from kvxferd.integrations.sglang.held import HeldRequests
 from kvxferd.integrations.sglang.identity import SourceIdentity
-from kvxferd.integrations.sglang.layout.pools import AUX, FULL, aux_tensors
+from kvxferd.integrations.sglang.layout.pools import AUX, aux_tensors, of_stage
 from kvxferd.integrations.sglang.layout.support import describe
 from kvxferd.integrations.sglang.memory import rows_of
 from kvxferd.integrations.sglang.options import Options, read_options
@@ -59,25 +61,34 @@ class Manager(CommonKVManager):  # type: ignore[misc]
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         parallel = get_parallel()
-        _refuse_what_is_not_planned(parallel, server_args)
+        _refuse_what_is_not_planned(parallel, mode, server_args)
         options = read_options()
         groups = (parallel.attn_tp_group, parallel.pp_group)
-        own = (f"{_engine_id(options, mode, parallel, args)}", secrets.token_hex(8), secrets.token_hex(16))
-        engine_id, generation, secret = gather_from_ranks(groups, own)[0]
-        self._tensors, self.states, rank = self._register(options, parallel, engine_id, generation)
+        own = (_engine_id(options, mode, parallel, args), *(secrets.token_hex(16) for _ in range(3)))
+        engine_id, generation, secret, self._key = gather_from_ranks(groups, own)[0]
+        self._tensors, rank = self._register(options, parallel, engine_id, generation)
         self.identity = SourceIdentity(rank.reference("any").endpoint, engine_id, generation, secret)
         self.is_lead = (parallel.pp_rank, parallel.attn_tp_rank) == (0, 0)
         self.rank = rank
-        self.transfers = RankTransfers(rank, self.identity, is_lead=self.is_lead, lease_s=options.lease_s)
+        self.transfers = RankTransfers(
+            rank,
+            self.identity,
+            is_lead=self.is_lead,
+            lease_s=options.lease_s,
+            stage=parallel.pp_rank,
+            num_stages=parallel.pp_size,
+        )
         self.held = HeldRequests(lambda flags: _all_true(flags, parallel.attn_tp_group.cpu_group))
         super().__init__(args, mode, server_args, is_mla_backend)
+        addresses = gather_from_ranks(groups, NetworkAddress(self.local_ip, self.rank_port).to_tcp())
+        self._lead_address = addresses[0]
         self.enable_deferred_decode_kv_release = True
         if mode == DisaggregationMode.DECODE:
             self._start_heartbeat_checker_thread()
 
     def _register(
         self, options: Options, parallel: Any, engine_id: str, generation: str
-    ) -> tuple[dict[str, kv.NamedTensor], dict[str, str], kv.RankHandle]:
+    ) -> tuple[dict[str, kv.NamedTensor], kv.RankHandle]:
         """Describe the pool and register it. Blocks. Raises KvxferdError."""
         queue = self.queue
         model = queue.scheduler.model_config
@@ -86,9 +97,12 @@ class Manager(CommonKVManager):  # type: ignore[misc]
                 "cannot move the cache of a draft model yet: start without --speculative-*", Code.BAD_REQUEST
             )
         described = describe(queue.token_to_kv_pool, queue.scheduler.sliding_window_size)
+        described = of_stage(described, parallel.pp_rank)
         num_layers = model.num_hidden_layers
-        rows, aux = aux_tensors(rows_of(queue.metadata_buffers), num_layers - 1)
-        tensors, groups = {**described.tensors, **rows}, [*described.groups, aux]
+        tensors, groups = dict(described.tensors), list(described.groups)
+        if parallel.pp_group.is_last_rank:
+            rows, aux = aux_tensors(rows_of(queue.metadata_buffers), num_layers - 1)
+            tensors, groups = {**tensors, **rows}, [*groups, aux]
         spec = kv.EngineSpec(
             engine_id,
             generation,
@@ -110,13 +124,25 @@ class Manager(CommonKVManager):  # type: ignore[misc]
             timeout_s=options.connect_timeout_s,
         )
         _LOG.info("rank (%d, %d) of %s@%s is registered", spec.pp_rank, spec.tp_rank, engine_id, generation)
-        return tensors, described.states, rank
+        self.full, self.states = str(described.groups[0].name), described.states
+        self.has_aux = len(groups) > len(described.groups)
+        return tensors, rank
 
     def register_to_bootstrap(self) -> None:
         """Show this engine to its readers. Raises RuntimeError where its bootstrap server cannot."""
         super().register_to_bootstrap()
-        if not self.is_lead:
-            return
+        if self.is_lead:
+            self._show_identity()
+
+    def follow_daemon(self) -> None:
+        """Show this engine anew where its daemon has come back at another endpoint."""
+        with suppress(KvxferdError, requests.RequestException):  # it is shown with the next request
+            endpoint = self.rank.reference("any").endpoint
+            if self.is_lead and endpoint != self.identity.endpoint:
+                self.identity = msgspec.structs.replace(self.identity, endpoint=endpoint)
+                self._show_identity()
+
+    def _show_identity(self) -> None:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.bootstrap_host, self.bootstrap_host)
         url = f"http://{host}:{self.bootstrap_port}/kvxferd/{self._replica}"
         reply = requests.put(url, json=msgspec.to_builtins(self.identity), timeout=_HTTP_TIMEOUT_S)
@@ -154,15 +180,39 @@ class Manager(CommonKVManager):  # type: ignore[misc]
                     self.transfers.handle_reader(room)
                 case messages.Aborted(room):
                     self.transfers.handle_reader_gone(room)
+                case messages.StagePages() as written:
+                    blocks = {
+                        name: kv.BlockList(
+                            ids=memoryview(one.ids).cast("i"),
+                            first_token=one.first_token,
+                            state_at=one.state_at,
+                        )
+                        for name, one in written.pages.items()
+                    }
+                    self.transfers.handle_stage(
+                        written.room, written.stage, blocks, written.num_tokens, written.ready_tokens
+                    )
         self.transfers.pump()
 
-    def _next_message(self) -> messages.Pulling | messages.Aborted | None:
+    def send_stage(self, room: int, blocks: Blocks, num_tokens: int, ready_tokens: int | None) -> None:
+        """Send what this stage has written to the lead, where this is the stage's first rank."""
+        stage = self.transfers.stage
+        if stage == 0 or self.attn_tp_rank != 0:
+            return
+        pages = {
+            name: messages.ListedPages(_ids(one.ids).tobytes(), one.first_token, one.state_at)
+            for name, one in blocks.items()
+        }
+        written = messages.StagePages(room, stage, num_tokens, ready_tokens, pages)
+        self._send_multipart_locked(self._lead_address, messages.encode_stage(written, self._key))
+
+    def _next_message(self) -> messages.Pulling | messages.Aborted | messages.StagePages | None:
         while True:
             try:
                 frames = self.server_socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return None
-            if (message := messages.decode(frames)) is not None:
+            if (message := messages.decode(frames, self._key)) is not None:
                 return message
 
     def deregister_buffer_to_engine(self) -> None:
@@ -187,6 +237,7 @@ class Sender(CommonKVSender):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.kv_mgr.follow_daemon()
         self.publication = self.kv_mgr.transfers.open_publication(self.bootstrap_room)
         self.is_cut_short = False  # SGLang has aborted it, or has taken its failure: the same on all ranks
 
@@ -210,11 +261,12 @@ class Sender(CommonKVSender):  # type: ignore[misc]
         first_token = self.curr_idx * page
         pages, _, is_last, _ = self._prepare_send_indices(kv_indices, state_indices)
         num_tokens = self.num_kv_indices * page
-        blocks = _blocks(pages, first_token)
+        blocks = _blocks(self.kv_mgr, pages, first_token)
         if is_last:
             blocks |= _states(self.kv_mgr, state_indices, num_tokens, self.aux_index)
         ready = None if is_last else self.curr_idx * page
         self.publication.send(blocks, num_tokens, ready, after or _recorded_event(self.kv_mgr))
+        self.kv_mgr.send_stage(self.bootstrap_room, blocks, num_tokens, ready)
         self._record_transfer_indices(kv_indices, state_indices)
 
     def poll(self) -> Any:
@@ -297,7 +349,7 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]
             return  # SGLang's own part fails the request
         first_token = decode_prefix_len or 0
         num_tokens = first_token + len(kv_indices) * self.kv_mgr.kv_args.page_size
-        blocks = _blocks(kv_indices, first_token)
+        blocks = _blocks(self.kv_mgr, kv_indices, first_token)
         blocks |= _states(self.kv_mgr, state_indices, num_tokens, aux_index)
         source = msgspec.convert(self.bootstrap_infos[0]["kvxferd"], SourceIdentity)
         self.reception.pull(source, blocks, num_tokens, self.kv_mgr.waiting_timeout)
@@ -375,14 +427,15 @@ def _ids(pages: Any) -> Any:
     return np.ascontiguousarray(pages, dtype=np.int32)
 
 
-def _blocks(pages: Any, first_token: int) -> dict[str, kv.BlockList]:
-    ids = _ids(pages)
-    return {FULL: kv.BlockList(ids=ids, first_token=first_token)}
+def _blocks(manager: Manager, pages: Any, first_token: int) -> dict[str, kv.BlockList]:
+    return {manager.full: kv.BlockList(ids=_ids(pages), first_token=first_token)}
 
 
 def _states(manager: Manager, indices: list[Any] | None, num_tokens: int, aux_index: int | None) -> Blocks:
     """Return the blocks that come once, with the last pages: a window's pages, and the metadata's row."""
-    blocks = {AUX: kv.BlockList(ids=[aux_index or 0], state_at=num_tokens)}
+    blocks = {}
+    if manager.has_aux:
+        blocks[AUX] = kv.BlockList(ids=[aux_index or 0], state_at=num_tokens)
     for kind, pages in zip(manager.kv_args.state_types, indices or (), strict=False):
         ids = _ids(pages)
         first_token = num_tokens - len(ids) * manager.kv_args.page_size
@@ -427,13 +480,13 @@ def _fingerprint(model: Any) -> str:
     )
 
 
-def _refuse_what_is_not_planned(parallel: Any, server_args: Any) -> None:
+def _refuse_what_is_not_planned(parallel: Any, mode: Any, server_args: Any) -> None:
     """Raise EngineError for an engine whose cache is not described, naming the setting."""
     for is_set, setting in (
         (parallel.attn_cp_size > 1, "context parallelism (--attention-context-parallel-size)"),
         (parallel.attn_dcp_size > 1, "decode context parallelism (--dcp-size)"),
         (parallel.enable_kv_cache_sharding, "pages that ranks share out (--enable-kv-cache-sharding)"),
-        (parallel.pp_size > 1, "pipeline stages (--pp-size)"),
+        (parallel.pp_size > 1 and mode == DisaggregationMode.DECODE, "pipeline stages (--pp-size)"),
         (
             get_disagg().disaggregation_decode_allocation_policy != "early",
             "another policy than --disaggregation-decode-allocation-policy early",

@@ -12,12 +12,14 @@ until `Quiesced`, and SGLang keeps the pages that long.
 
 One rank of a prefill engine, its lead, publishes for all. The others report how far they have written, and
 are at SUCCESS once they have written all: SGLang takes the least of all ranks' states, so the lead's decides.
+Stages of a pipeline have pages of their own, and their first ranks send them to the lead.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -80,10 +82,13 @@ class Publication:
         self.has_reader = has_reader
         self.error = ""  # why it failed
         self.has_sent = False
+        self.is_concluded = False  # by SGLang
         self._ended: Code | None = None  # how the transfer ended
         self._has_sent_all = False
         self._is_published = False
         self._is_aborted = False
+        self._written: dict[int, int] = {}  # tokens, by pipeline stage
+        self._after: Any = None  # behind the kernels of this rank
 
     @property
     def state(self) -> State:
@@ -104,8 +109,12 @@ class Publication:
 
     @property
     def is_released(self) -> bool:
-        """Whether nobody reads its pages any more, as far as this rank decides it."""
-        return not self._is_published or self._ended is not None
+        """Whether nobody reads its pages any more, as far as this rank decides it.
+
+        Within a stage its first rank decides for all; of the other stages every rank hears of the end.
+        """
+        may_be_read = self._is_published or (self._owner.stage > 0 and self.has_sent)
+        return not may_be_read or self._ended is not None
 
     def send(self, blocks: Blocks, num_tokens: int, ready_tokens: int | None, after: Any = None) -> None:
         """Publish so many of the request's tokens as written; None: all of them, and no call follows.
@@ -114,31 +123,49 @@ class Publication:
         behind the last kernel that writes them. Raises nothing: the state is then FAILED.
         """
         self.has_sent = True
-        if self.error or self._is_aborted or self._ended is not None:
+        self._has_sent_all = ready_tokens is None
+        self._after = after
+        if self._owner.is_lead:
+            self.publish(0, blocks, num_tokens, ready_tokens)
+        elif not self._is_over:
+            with self._failing():
+                self._owner.rank.ready(transfer_id(self.room), ready_tokens, None, after)
+
+    def publish(self, stage: int, blocks: Blocks, num_tokens: int, ready_tokens: int | None) -> None:
+        """Publish what a pipeline stage has written, as `send` does: of the lead alone."""
+        if self._is_over:
             return
+        self._written[stage] = num_tokens if ready_tokens is None else ready_tokens
+        written = min(self._written.get(stage, 0) for stage in range(self._owner.num_stages))
+        ready = None if written == num_tokens else written
         name = transfer_id(self.room)
-        rank = self._owner.rank
+        with self._failing():
+            if self._is_published:
+                self._owner.rank.ready(name, ready, blocks, self._after)
+                return
+            self._owner.rank.publish(
+                name,
+                blocks,
+                num_tokens,
+                lease_s=self._owner.lease_s,
+                after=self._after,
+                ready_tokens=ready,
+                nonce=self._owner.identity.nonce(self.room),
+            )
+            self._is_published = True
+
+    @property
+    def _is_over(self) -> bool:
+        return bool(self.error) or self._is_aborted or self._ended is not None
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Have what is refused fail the request."""
         try:
-            if not self._owner.is_lead:
-                rank.ready(name, ready_tokens, None, after)
-            elif not self._is_published:
-                rank.publish(
-                    name,
-                    blocks,
-                    num_tokens,
-                    lease_s=self._owner.lease_s,
-                    after=after,
-                    ready_tokens=ready_tokens,
-                    nonce=self._owner.identity.nonce(self.room),
-                )
-                self._is_published = True
-            else:
-                rank.ready(name, ready_tokens, blocks, after)
+            yield
         except KvxferdError as error:
             self.error = f"{error.message} ({error.code})"
             self.abort(self.error)
-            return
-        self._has_sent_all = ready_tokens is None
 
     def abort(self, why: str) -> None:
         """Withdraw it. What was published may be read until the state is FAILED. Idempotent."""
@@ -229,12 +256,20 @@ class RankTransfers:
     """The transfers of one rank that have not ended. Used by one thread, SGLang's scheduler."""
 
     def __init__(
-        self, rank: Rank, identity: SourceIdentity, *, is_lead: bool, lease_s: float | None = None
+        self,
+        rank: Rank,
+        identity: SourceIdentity,
+        *,
+        is_lead: bool,
+        lease_s: float | None = None,
+        stage: int = 0,
+        num_stages: int = 1,
     ) -> None:
         self.rank = rank
         self.identity = identity
         self.is_lead = is_lead
         self.lease_s = lease_s
+        self.stage, self.num_stages = stage, num_stages
         self.over = ""  # why the session is over; it is not while this is empty
         self.receptions: dict[kv.PullTicket, Reception] = {}
         self._publications: dict[int, Publication] = {}
@@ -271,12 +306,20 @@ class RankTransfers:
         else:
             self._remember_reader(room, False)
 
+    def handle_stage(
+        self, room: int, stage: int, blocks: Blocks, num_tokens: int, ready_tokens: int | None
+    ) -> None:
+        """Handle what the first rank of another stage has written: on the lead."""
+        if (publication := self._publications.get(room)) is not None:
+            publication.publish(stage, blocks, num_tokens, ready_tokens)
+
     def is_quiet(self, room: int) -> bool:
         """Whether no pull of the room writes, nor will."""
         return all(one.is_quiet for one in self.receptions.values() if one.room == room)
 
     def forget(self, publication: Publication) -> None:
-        """Forget a publication that SGLang has concluded; while it can still be read it is kept."""
+        """Forget a publication that SGLang has concluded, once it cannot be read any more."""
+        publication.is_concluded = True
         if publication.is_released and self._publications.get(publication.room) is publication:
             del self._publications[publication.room]
 
@@ -304,6 +347,8 @@ class RankTransfers:
         room = room_of(transfer)
         if room is not None and (publication := self._publications.get(room)) is not None:
             publication.handle_end(why, message)
+            if publication.is_concluded:
+                self.forget(publication)
 
     def _handle_over(self, event: kv.Disconnected) -> None:
         self.over = (

@@ -104,6 +104,18 @@ def test_a_pull_that_is_dropped_gives_other_tokens(llama: Llama, new_prompt: New
     assert all(dropped != whole for dropped, whole in zip(tokens, right, strict=True))
 
 
+def abort_some(pair: Pair, new_prompt: NewPrompt) -> None:
+    """Abort eight requests at once, and return when all have ended."""
+    sent = [(f"some-{pair.new_room()}", new_prompt(300)) for _ in range(8)]
+    halves = [pair.send(prompt, rid=rid) for rid, prompt in sent]
+    for number, (rid, _) in enumerate(sent):
+        for engine in (pair.prefill, pair.decode)[number % 2 :]:
+            abort(engine.url, rid)
+    for half in (half for both in halves for half in both):
+        with suppress(HTTPError):
+            half.result(LIMIT_S)
+
+
 def test_tensor_parallel_sizes_need_not_be_equal(llama: Llama, new_prompt: NewPrompt) -> None:
     wide = [
         llama.start("prefill", "prefill-tp2", flags=("--tp-size=2", *CHUNKS), environ=CORES),
@@ -113,17 +125,21 @@ def test_tensor_parallel_sizes_need_not_be_equal(llama: Llama, new_prompt: NewPr
     for pair in (Pair(prefill, llama.decode), Pair(llama.prefill, decode), Pair(prefill, decode)):
         check(llama, pair, [new_prompt(length) for length in (1, 50, 500)])
         check(llama, pair, [new_prompt(60 * number + 1) for number in range(8)], at_a_time=8)
-        for number in range(8):
-            rid = f"wide-{pair.new_room()}"
-            first, second = pair.send(new_prompt(300), rid=rid)
-            for engine in (pair.prefill, pair.decode)[number % 2 :]:
-                abort(engine.url, rid)
-            for half in (first, second):
-                with suppress(HTTPError):
-                    half.result(LIMIT_S)
+        abort_some(pair, new_prompt)
         pair.close()
     llama.settle(*wide)
     llama.site.end(*wide)
+
+
+def test_pipeline_stages_of_the_prefill_engine(llama: Llama, new_prompt: NewPrompt) -> None:
+    staged = llama.start("prefill", "prefill-pp2", flags=("--pp-size=2", *CHUNKS), environ=CORES).wait()
+    pair = Pair(staged, llama.decode)
+    check(llama, pair, [new_prompt(length) for length in (1, 50, 500)])
+    check(llama, pair, [new_prompt(60 * number + 1) for number in range(8)], at_a_time=8)
+    abort_some(pair, new_prompt)
+    pair.close()
+    llama.settle(staged)
+    llama.site.end(staged)
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,14 @@ Of a pool with a row for each token, whole pages are described; page 0 is SGLang
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
 
 from kvxferd.engine import Group, NamedTensor
 from kvxferd.errors import LayoutError
+from kvxferd.ids import GroupName
 from kvxferd.layout import GroupKind
 
 SUPPORT_PAGE = "docs/reference/sglang-support.md"
@@ -77,6 +80,19 @@ def keys_and_values_of_windows(pool: Any, window_tokens: int | None) -> PoolDesc
     groups = [_group(pool.full_kv_pool, FULL), _group(pool.swa_kv_pool, WINDOW, window_tokens)]
     layers = sorted(layer for part, _ in parts for layer in part.model_layer_ids)
     return PoolDescription(tensors, groups, range(layers[0], layers[-1] + 1), {"swa": WINDOW})
+
+
+def of_stage(described: PoolDescription, stage: int) -> PoolDescription:
+    """Return the description with names of groups that no other stage has: each has pages of its own."""
+    if stage == 0:
+        return described
+    names = {str(group.name): f"{group.name}.{stage}" for group in described.groups}
+    return PoolDescription(
+        {key: replace(one, group=names[str(one.group)]) for key, one in described.tensors.items()},
+        [msgspec.structs.replace(group, name=GroupName(names[group.name])) for group in described.groups],
+        described.layers,
+        {kind: names[group] for kind, group in described.states.items()},
+    )
 
 
 def aux_tensors(rows: dict[str, Any], layer: int) -> tuple[dict[str, NamedTensor], Group]:

@@ -10,6 +10,8 @@ from kvxferd.integrations.sglang.held import HeldRequests
 from kvxferd.integrations.sglang.identity import SourceIdentity, next_room, room_of, transfer_id
 from kvxferd.integrations.sglang.options import Options, read_options
 
+KEY = "k" * 32
+STAGE = messages.StagePages(7, 1, 32, None, {"full.1": messages.ListedPages(b"\3\0\0\0", 16, -1)})
 IDENTITY = SourceIdentity("tcp://10.0.0.1:9441", "sglang-p", "g1", "s" * 32)
 
 
@@ -56,6 +58,9 @@ def test_a_request_that_is_computed_again_stays_with_its_replica() -> None:
     ("frames", "message"),
     [
         (messages.encode_pulling(7), messages.Pulling(7)),
+        (messages.encode_stage(STAGE, KEY), STAGE),
+        (messages.encode_stage(STAGE, "k" * 31), None),
+        ([messages.STAGE, KEY.encode(), b"\xc1"], None),
         ([b"ABORT", b"7", b"10.0.0.2", b"5000"], messages.Aborted(7)),
         ([], None),
         ([b"ABORT"], None),
@@ -66,7 +71,7 @@ def test_a_request_that_is_computed_again_stays_with_its_replica() -> None:
     ],
 )
 def test_what_is_no_message_is_dropped(frames: list[bytes], message: object) -> None:
-    assert messages.decode(frames) == message
+    assert messages.decode(frames, KEY) == message
 
 
 class Rank:

@@ -199,7 +199,6 @@ class TestPrefill:
         assert "give each its own room" in second.error
         emit(owner, released(Code.UNPUBLISHED))
         assert first.state is State.FAILED
-        owner.forget(first)
         assert owner.open_publication(ROOM).state is State.BOOTSTRAPPING
 
     def test_readers_without_a_request_are_limited(self) -> None:
@@ -244,6 +243,47 @@ class TestOtherRanksOfPrefill:
         owner.rank.refuses = EngineError("cannot report", Code.SUSPENDED)
         publication.send(PAGES, 32, None)
         assert publication.state is State.FAILED
+
+
+class TestStages:
+    """Of a pipeline: the lead publishes what all stages have written."""
+
+    def lead(self) -> RankTransfers:
+        return RankTransfers(ScriptedRank(), IDENTITY, is_lead=True, num_stages=2)
+
+    def test_what_the_slowest_has_written_is_ready(self) -> None:
+        owner = self.lead()
+        publication = published(owner, is_whole=False)
+        owner.handle_stage(ROOM, 1, {"full.1": kv.BlockList(ids=[8])}, 32, 16)
+        publication.send(PAGES, 32, None)
+        owner.handle_stage(ROOM, 1, {"full.1": kv.BlockList(ids=[9])}, 32, None)
+        assert owner.rank.calls == [
+            ("publish", "room-7", 32, 0, None),
+            ("ready", "room-7", 16, True, None),
+            ("ready", "room-7", 16, True, None),
+            ("ready", "room-7", None, True, None),
+        ]
+        emit(owner, released(Code.COMPLETED))
+        assert publication.state is State.SUCCESS
+
+    def test_an_abort_ends_it_whatever_the_others_send(self) -> None:
+        owner = self.lead()
+        publication = published(owner)
+        publication.abort("Aborted")
+        owner.handle_stage(ROOM, 1, {"full.1": kv.BlockList(ids=[8])}, 32, None)
+        owner.handle_stage(8, 1, {}, 32, None)  # of a request that is gone
+        assert [call[0] for call in owner.rank.calls] == ["publish", "unpublish"]
+
+    def test_another_stage_keeps_its_pages_until_it_hears_of_the_end(self) -> None:
+        owner = RankTransfers(ScriptedRank(), IDENTITY, is_lead=False, stage=1, num_stages=2)
+        publication = owner.open_publication(ROOM)
+        assert publication.is_released
+        publication.send(PAGES, 32, None)
+        publication.abort("Aborted")
+        assert not publication.is_released
+        owner.forget(publication)
+        emit(owner, released(Code.UNPUBLISHED))
+        assert publication.is_released
 
 
 class TestDecode:
