@@ -8,6 +8,7 @@ decode rank talks to the prefill engine's first rank alone, so no sizes of the t
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import select
@@ -112,7 +113,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]
             pp_rank=parallel.pp_rank,
             tp_rank=parallel.attn_tp_rank,
             num_kv_heads=model.get_total_num_kv_heads(),
-            fingerprint=options.model_fingerprint or _fingerprint(model),
+            fingerprint=options.model_fingerprint or _fingerprint(model, queue.scheduler.server_args),
             home=options.home,
         )
         rank = kv.register(
@@ -137,8 +138,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]
     def follow_daemon(self) -> None:
         """Show this engine anew where its daemon has come back at another endpoint."""
         with suppress(KvxferdError, requests.RequestException):  # it is shown with the next request
-            endpoint = self.rank.reference("any").endpoint
-            if self.is_lead and endpoint != self.identity.endpoint:
+            if self.is_lead and (endpoint := self.rank.reference("any").endpoint) != self.identity.endpoint:
                 self.identity = msgspec.structs.replace(self.identity, endpoint=endpoint)
                 self._show_identity()
 
@@ -239,12 +239,14 @@ class Sender(CommonKVSender):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.kv_mgr.follow_daemon()
         self.publication = self.kv_mgr.transfers.open_publication(self.bootstrap_room)
-        self.is_cut_short = False  # SGLang has aborted it, or has taken its failure: the same on all ranks
+        # What SGLang does on all ranks alike, whatever has become of the transfer on one of them.
+        self._was_sent = False
+        self._was_cut_short = False  # SGLang has aborted it, or has taken its failure
 
     @property
     def holds_pages(self) -> bool:
         """Whether SGLang gives pages back that may be read still. The same on every rank of a stage."""
-        return self.is_cut_short and self.publication.has_sent
+        return self._was_cut_short and self._was_sent
 
     def send(
         self,
@@ -255,6 +257,7 @@ class Sender(CommonKVSender):  # type: ignore[misc]
     ) -> None:
         """Publish a chunk's pages, the first time or behind the earlier ones."""
         after, self._early_send_wait_event = self._early_send_wait_event, None
+        self._was_sent = True
         if self.conclude_state is not None:
             return
         page = self.kv_mgr.kv_args.page_size
@@ -281,14 +284,14 @@ class Sender(CommonKVSender):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Withdraw the request. It fails once its pages are not read any more."""
-        self.is_cut_short = True
+        self._was_cut_short = True
         self.kv_mgr.record_failure(self.bootstrap_room, "Aborted by AbortReq.")
         self.publication.abort("Aborted by AbortReq.")
         self._take_state()
 
     def failure_exception(self) -> None:
         """Raise KVTransferError with the reason."""
-        self.is_cut_short = True
+        self._was_cut_short = True
         self.publication.abort("SGLang has given the request up")
         super().failure_exception()
 
@@ -461,23 +464,27 @@ def _all_true(flags: list[bool], group: Any) -> list[bool]:
 
 
 def _engine_id(options: Options, mode: Any, parallel: Any, args: Any) -> str:
+    """Return the engine's name; each data-parallel replica is an engine of its own."""
     name = options.engine_id or f"sglang-{mode.value}-{socket.gethostname()}-{get_serving().port}"
-    replica = (
-        parallel.attn_dp_rank if parallel.dp_size == 1 or parallel.attn_dp_size > 1 else args.system_dp_rank
-    )
-    has_replicas = parallel.dp_size > 1 or parallel.attn_dp_size > 1
-    return f"{name}-dp{replica or 0}" if has_replicas else name
+    if parallel.dp_size == parallel.attn_dp_size == 1:
+        return name
+    return f"{name}-dp{parallel.attn_dp_rank if parallel.dp_size == 1 else args.system_dp_rank}"
 
 
-def _fingerprint(model: Any) -> str:
+def _fingerprint(model: Any, server_args: Any) -> str:
     """Return a text that is equal for two engines whose caches hold the same values."""
     architecture = (getattr(model.hf_config, "architectures", None) or ["unnamed"])[0]
     digest = digest_of_model(
-        Model(model.model_path, getattr(model, "revision", None), lambda: dict(model.hf_config.to_dict()))
+        Model(
+            model.model_path,
+            getattr(model, "revision", None),
+            lambda: dict(model.hf_config.to_dict()),
+            overrides=json.loads(server_args.json_model_override_args or "{}"),
+            loads_files=server_args.load_format != "dummy",
+        )
     )
-    return (
-        f"{architecture}/{str(model.dtype).removeprefix('torch.')}/{model.quantization or 'plain'}/{digest}"
-    )
+    dtype, quantisation = str(model.dtype).removeprefix("torch."), model.quantization or "plain"
+    return f"{architecture}/{dtype}/{quantisation}/{digest}"
 
 
 def _refuse_what_is_not_planned(parallel: Any, mode: Any, server_args: Any) -> None:
