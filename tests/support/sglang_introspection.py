@@ -1,16 +1,13 @@
 """Asks SGLang itself, in its own interpreter; prints JSON. See tests/proofs/sglang/test_pools.py.
 
-python sglang_introspection.py contract
-python sglang_introspection.py states
-python sglang_introspection.py pools
-python sglang_introspection.py move KIND SOURCE_TP SINK_TP PAGE_TOKENS
+python sglang_introspection.py KIND,SOURCE_TP,SINK_TP,PAGE_TOKENS...
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -159,9 +156,9 @@ def moved(kind: str, source_tp: int, sink_tp: int, page: int) -> dict[str, int]:
     return {"checked": checked, "wrong": wrong, "runs": runs}
 
 
-COMMANDS: dict[str, Callable[[], object]] = {"contract": contract, "states": states, "pools": pools}
-
 if __name__ == "__main__":
-    command, *words = sys.argv[1:]
-    found = COMMANDS[command]() if command in COMMANDS else moved(words[0], *map(int, words[1:]))
+    found: dict[str, object] = {"contract": contract(), "states": states(), "pools": pools()}
+    for case in sys.argv[1:]:
+        kind, *sizes = case.split(",")
+        found[case] = moved(kind, *map(int, sizes))
     print(json.dumps(found))

@@ -23,42 +23,42 @@ NAMES = {
 }
 
 
-def introspect(python: str, *words: str) -> Any:
-    """What SGLang's interpreter replies."""
-    command = [python, "tests/support/sglang_introspection.py", *words]
+CASES = (
+    "plain,1,1,1",
+    "plain,2,1,16",
+    "plain,1,4,16",
+    "plain,4,2,8",
+    "latent,2,1,16",
+    "latent,1,2,1",
+    "window,1,1,16",
+    "window,2,1,8",
+)  # the kind of pool, tensor-parallel sizes of source and sink, tokens of a page
+
+
+@pytest.fixture(scope="module")
+def replies(python: str) -> dict[str, Any]:
+    """What SGLang's interpreter replies, which takes long to import it and so is asked once."""
+    command = [python, "tests/support/sglang_introspection.py", *CASES]
     environ = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{STAND_INS}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_every_name_that_is_relied_on_is_there(python: str) -> None:
-    assert introspect(python, "contract") == []
-    assert introspect(python, "states") == NAMES
+def test_every_name_that_is_relied_on_is_there(replies: dict[str, Any]) -> None:
+    assert replies["contract"] == []
+    assert replies["states"] == NAMES
 
 
-def test_every_pool_is_described_or_refused_by_name(python: str) -> None:
+def test_every_pool_is_described_or_refused_by_name(replies: dict[str, Any]) -> None:
     """A new version's pools are in no table yet: an engine with one says so, and this test names them."""
-    found = set(introspect(python, "pools"))
+    found = set(replies["pools"])
     assert {name for name, one in POOLS.items() if one.describer} <= found
     assert found - set(POOLS) == set()
 
 
-@pytest.mark.parametrize(
-    ("kind", "source_tp", "sink_tp", "page_tokens"),
-    [
-        ("plain", 1, 1, 1),
-        ("plain", 2, 1, 16),
-        ("plain", 1, 4, 16),
-        ("plain", 4, 2, 8),
-        ("latent", 2, 1, 16),
-        ("latent", 1, 2, 1),
-        ("window", 1, 1, 16),
-        ("window", 2, 1, 8),
-    ],
-)
-def test_a_pools_bytes_move(python: str, kind: str, source_tp: int, sink_tp: int, page_tokens: int) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_pools_bytes_move(replies: dict[str, Any], case: str) -> None:
     """Written and looked at through SGLang's own views, token by token."""
-    found = introspect(python, "move", kind, *map(str, (source_tp, sink_tp, page_tokens)))
-    assert found["checked"] > 5 * page_tokens
-    assert found["wrong"] == 0
+    assert replies[case]["checked"] > 5 * int(case.rpartition(",")[2])
+    assert replies[case]["wrong"] == 0

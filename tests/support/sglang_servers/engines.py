@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,21 @@ FLAGS = (
     "--log-level=info",
 )
 WARM_UP = list(range(3, 19))
+
+
+MODELS = {"llama", "deepseek_v2", "registry", "__init__"}
+LIST_MODELS = """
+import importlib.util, pathlib
+(home,) = importlib.util.find_spec("sglang").submodule_search_locations
+print(*(file.stem for file in pathlib.Path(home, "srt", "models").glob("*.py")))
+"""
+
+
+@cache
+def other_models(python: str) -> list[str]:
+    """Every model of SGLang's that no test serves: to import them is most of an engine's start."""
+    listed = subprocess.run([python, "-c", LIST_MODELS], stdout=subprocess.PIPE, text=True, check=True)
+    return sorted(set(listed.stdout.split()) - MODELS)
 
 
 @dataclass(frozen=True)
@@ -77,7 +94,10 @@ class Engine(ServerGroup):
             command += [f"--disaggregation-bootstrap-port={self.bootstrap_port}"]
         if served.role == "decode":  # the default pins host memory by CUDA
             command.append("--disaggregation-decode-retraction-backup=cpu_tensor")
-        environ = ENVIRONMENT | {"KVXFERD_SGLANG_SOCKET": served.worker_socket} | dict(served.environ)
+        others = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(self._python))}
+        environ = (
+            ENVIRONMENT | others | {"KVXFERD_SGLANG_SOCKET": served.worker_socket} | dict(served.environ)
+        )
         if not served.worker_socket:
             del environ["KVXFERD_SGLANG_SOCKET"]
         self.start_group(command, environ)

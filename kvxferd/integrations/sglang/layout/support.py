@@ -68,6 +68,17 @@ POOLS: Mapping[str, PoolSupport] = {
                 "PageMajorMHATokenToKVPool",
             ),
             "it keeps no cache": ("NoOpMHATokenToKVPool",),
+            "it is a draft model's": ("UnifiedDraftKVPool", "UnifiedDraftSWAKVPool"),
+            "it is a part of other pools": (
+                "BaseSWAKVPool",
+                "DeepSeekV4IndexerPool",
+                "DeepSeekV4SingleKVPool",
+                "DeepSeekV4UniformFP8KVPool",
+                "HiSparseC4DevicePool",
+                "MHATokenToKOnlyPool",
+                "MiniMaxM3Nvfp4IndexKPool",
+                "MiniMaxM3Nvfp4MainKVPool",
+            ),
         }.items()
         for name in names
     },
