@@ -288,6 +288,9 @@ class Sender(CommonKVSender):  # type: ignore[misc]
         self.kv_mgr.record_failure(self.bootstrap_room, "Aborted by AbortReq.")
         self.publication.abort("Aborted by AbortReq.")
         self._take_state()
+        if self.publication.state is State.FAILED:
+            self.conclude_state = KVPoll.Failed
+            self.clear()
 
     def failure_exception(self) -> None:
         """Raise KVTransferError with the reason."""

@@ -104,6 +104,11 @@ def _hold(req: Any, kind: str, give_back: Callable[[], object]) -> bool:
     sender: Any = getattr(req, "disagg_kv_sender", None)
     if not getattr(sender, "holds_pages", False):
         return False
+
+    def give_back_and_clear() -> None:
+        give_back()
+        sender.clear()
+
     publication = sender.publication
-    sender.kv_mgr.held.hold(req, kind, give_back, lambda: publication.is_released)
+    sender.kv_mgr.held.hold(req, kind, give_back_and_clear, lambda: publication.is_released)
     return True

@@ -28,7 +28,9 @@ class Prefill:
         self.is_released = False
         self.held = HeldRequests(lambda flags: flags)
         self.num_pumped = 0
-        sender = SimpleNamespace(kv_mgr=self, holds_pages=holds_pages, publication=_Publication(self))
+        sender = SimpleNamespace(
+            kv_mgr=self, holds_pages=holds_pages, publication=_Publication(self), clear=lambda: None
+        )
         self.request = SimpleNamespace(disagg_kv_sender=sender)
         self.queue = SimpleNamespace(kv_manager=self)
 
