@@ -37,7 +37,7 @@ def make_manager(original: Original, queue: Any) -> Any:
     """Around `_init_kv_manager` of either queue: `KVArgs` has addresses alone, and the queue has the pool."""
     if not is_chosen():
         return original(queue)
-    from kvxferd.integrations.sglang.backend import Manager
+    from kvxferd.integrations.sglang.manager import Manager
 
     Manager.queue = queue
     return original(queue)

@@ -34,7 +34,7 @@ ENVIRONMENT = {
 FLAGS = (
     "--device=cpu",
     "--attention-backend=torch_native",
-    "--mem-fraction-static=0.05",
+    "--mem-fraction-static=0.3",  # of what is free, which the other engines' starts change
     "--max-running-requests=16",
     "--skip-tokenizer-init",
     "--dtype=float32",  # bfloat16 rounds differently with what else is in the batch
