@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
 PYTEST = $(VENV)/bin/pytest -n $(or $(WORKERS),2) --dist loadfile
 
-.PHONY: demo quick test proofs check clean chaos hostile mutants simulate test-random test-vllm
+.PHONY: demo quick test proofs check clean chaos hostile mutants simulate test-random test-vllm test-sglang
 
 # In the smaller environment, unless the other one is there already.
 demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))
@@ -47,6 +47,11 @@ test-vllm: export KVXFERD_VLLM_PYTHON := $(or $(VLLM_PYTHON),$(KVXFERD_VLLM_PYTH
 test-vllm: $(STAMP)
 	$(VENV)/bin/python -m tests.proofs.vllm $(if $(VERSION),--version $(VERSION)) $(ARGS)
 
+# Real SGLang: engines in .venv-sglang (some 3 GB), or with the interpreter that SGLANG_PYTHON names.
+test-sglang: export KVXFERD_SGLANG_PYTHON := $(or $(SGLANG_PYTHON),$(KVXFERD_SGLANG_PYTHON))
+test-sglang: $(STAMP)
+	$(VENV)/bin/python -m tests.proofs.sglang $(ARGS)
+
 # The site of docs/, in build/site: `python -m http.server --directory build/site` shows it.
 DOCS_STAMP := $(VENV)/.installed-docs
 .PHONY: docs
@@ -68,7 +73,7 @@ check: $(STAMP)
 	$(VENV)/bin/python -m docs.tools.reference_pages --check
 
 clean:
-	rm -rf $(VENV) .venv-vllm* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
+	rm -rf $(VENV) .venv-vllm* .venv-sglang build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
 
 # The demo's: the daemon, and NIXL without the rest that it names, torch and the wheel of the other CUDA version, which nothing
 # of either runs. It takes a fifth of the bytes of what the tests need.

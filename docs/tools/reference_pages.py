@@ -4,8 +4,8 @@
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end of generated -->`. What stands
 outside is written by hand and stays. The sources: config/kvxferd.toml and `kvxferd.config` for settings,
-`kvxferd.errors` for codes, click for verbs, the route table for HTTP, the vLLM connector's tables for what
-it supports, and `surfaces` for metrics and log lines.
+`kvxferd.errors` for codes, click for verbs, the route table for HTTP, the connectors' tables for what they
+support, and `surfaces` for metrics and log lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import cache
 
 import click
 
-from docs.tools import surfaces, vllm_tables
+from docs.tools import sglang_tables, surfaces, vllm_tables
 from docs.tools.markdown_parts import WIDTH, cell, filled, table
 from kvxferd import errors
 from kvxferd.cli.root import VERBS, root
@@ -317,6 +317,8 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "vllm quantisation": vllm_tables.vllm_quantisation,
     "vllm parallelism": vllm_tables.vllm_parallelism,
     "vllm inventory": vllm_tables.vllm_inventory,
+    "sglang pools": sglang_tables.sglang_pools,
+    "sglang versions": sglang_tables.sglang_versions,
 }
 
 if __name__ == "__main__":

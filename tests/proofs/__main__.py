@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+from tests.proofs.sglang import environment as sglang_environment
 from tests.proofs.vllm import environment
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,7 @@ def _has_image() -> bool:
 
 
 _IMAGE = os.environ.get("KVXFERD_IMAGE", "localhost/kvxferd:cpu")
+SGLANG = Need("SGLang", sglang_environment.is_made, "make test-sglang")
 IS_ROOT = Need("root", lambda: os.geteuid() == 0, "run it as root")
 IP = _program("ip", "iproute2")
 CC = _program("cc", "gcc")
@@ -111,7 +113,16 @@ SIMULATION = ("tests/simulation",)
 CORE_WORLD = ("tests/support/sim", "tests/support/simulation.py")
 CLUSTER = ("tests/support/cluster", "tests/proofs/chaos")
 APPLICATIONS = ("kvxferd/bench", "kvxferd/demo", "kvxferd/doctor", "kvxferd/tooling")
-VLLM = ("kvxferd/integrations", "tests/proofs/vllm", "tests/support/vllm_servers", "constraints-vllm.txt")
+CONNECTORS = ("kvxferd/engine", "kvxferd/integrations/common")
+VLLM = (
+    *CONNECTORS,
+    "kvxferd/integrations/vllm", "tests/proofs/vllm", "tests/support/vllm_servers", "constraints-vllm.txt",
+)  # fmt: skip
+SGLANG_PATHS = (
+    *CONNECTORS,
+    "kvxferd/integrations/sglang",
+    "tests/proofs/sglang", "tests/support/sglang_servers", "constraints-sglang.txt",
+)  # fmt: skip
 
 # A result hangs on the code alone; a run with arguments of its own draws a fresh seed where it names none.
 SEED = "--seed 20261124"
@@ -196,6 +207,7 @@ PROOFS = (
         "vllm-0.33", 5, "tests.proofs.vllm", "--version 0.33",
         needs=(_vllm("0.33"),), paths=(*MOVERS, *VLLM, "tests/proofs/other_nixl.py"),
     ),
+    Proof("sglang", 15, "tests.proofs.sglang", needs=(SGLANG,), paths=(*DAEMON, *SGLANG_PATHS)),
     Proof("vllm", 15, "tests.proofs.vllm", needs=(_vllm(),), paths=(*DAEMON, *VLLM)),
     Proof(
         "gpu", 5, tests="tests/unit tests/integration -m gpu",

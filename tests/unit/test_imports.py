@@ -37,6 +37,11 @@ def loaded_by(program: str) -> set[str]:
         ),
         ("import kvxferd.mover.supervisor.pool", LIBRARIES),
         ("import kvxferd.integrations.vllm.layout.derivation", (*LIBRARIES, "vllm")),
+        (
+            "import kvxferd.integrations.sglang.transfers, kvxferd.integrations.sglang.hooks as hooks\n"
+            "import kvxferd.integrations.sglang.layout.support",
+            (*LIBRARIES, "sglang"),
+        ),
         # A shell completes with each press of the tab key.
         (COMPLETION, ("kvxferd.cli.serve", "kvxferd.cli.demo")),
         (
@@ -44,7 +49,7 @@ def loaded_by(program: str) -> set[str]:
             ("numpy", "rich", "asyncio", "aiohttp", "http.client", "prometheus_client", "structlog", "zmq"),
         ),
     ],
-    ids=["daemon", "pool", "vllm-layout", "verbs", "options"],
+    ids=["daemon", "pool", "vllm-layout", "sglang", "verbs", "options"],
 )
 def test_what_is_not_loaded(program: str, absent: tuple[str, ...]) -> None:
     loaded = loaded_by(program)

@@ -6,10 +6,10 @@ import hashlib
 import secrets
 from typing import Any
 
-import torch.distributed
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvxferd.ids import Generation
+from kvxferd.integrations.common.agreement import gather_from_ranks
 
 
 def start_tag(vllm_config: Any) -> str:
@@ -27,18 +27,7 @@ def agree_on_generation(tag: str, needs_ready: bool) -> tuple[Generation, bool]:
 
     The generation begins with the first rank's `tag` (`start_tag`), so that the scheduler, which shares it,
     can tell its own engine from another start that the daemon has. Every worker of the engine calls this
-    once; it blocks until all have. The values are gathered within each pipeline stage first, then across
-    the stages.
+    once; it blocks until all have.
     """
-    gathered = [(tag + secrets.token_hex(8), needs_ready)]
-    for group in (get_tp_group(), get_pp_group()):
-        gathered = _all_gather(group, gathered)
+    gathered = gather_from_ranks((get_tp_group(), get_pp_group()), (tag + secrets.token_hex(8), needs_ready))
     return Generation(gathered[0][0]), any(needs for _, needs in gathered)
-
-
-def _all_gather(group: Any, own: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    if group.world_size == 1:
-        return own
-    gathered: list[list[tuple[str, bool]]] = [[] for _ in range(group.world_size)]
-    torch.distributed.all_gather_object(gathered, own, group=group.cpu_group)
-    return [one for part in gathered for one in part]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvxferd.ids import Endpoint, EngineId, Generation
+from kvxferd.integrations.common.model_digest import Model, digest_of_model
 from kvxferd.integrations.vllm.layout import specs
-from kvxferd.integrations.vllm.model_digest import digest_of_model
 from kvxferd.layout import EngineSpec
 
 
@@ -84,4 +84,15 @@ def _model_part(model: Any) -> str:
     dtype = str(model.dtype).removeprefix("torch.")
     # The suffix names the kernel that runs a quantisation, which depends on the device.
     quantisation = str(model.quantization or "plain").removesuffix("_marlin")
-    return f"{architecture}/{dtype}/{quantisation}/{digest_of_model(model)}"
+    return f"{architecture}/{dtype}/{quantisation}/{digest_of_model(_digested(model))}"
+
+
+def _digested(model: Any) -> Model:
+    return Model(
+        str(model.model),
+        model.revision,
+        lambda: dict(model.hf_config.to_dict()),
+        overrides=getattr(model, "hf_overrides", None),
+        loads_files=str(getattr(model, "load_format", "auto")) != "dummy",
+        weights=getattr(model, "model_weights", ""),
+    )

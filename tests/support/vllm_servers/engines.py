@@ -6,9 +6,6 @@ They run on all cores but one (`processors`), unless `Served` has it otherwise.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -17,15 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.nodes.processes import lives
 from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
+from tests.support.server_group import HOST, ServerGroup
 from tests.support.vllm_servers.completions import complete
 from tests.support.vllm_servers.processors import engine_processors
 
 START_S = 300.0  # four engines load their imports on one core, beside whatever else runs there
-STOP_S = 30.0
-HOST = "127.0.0.1"
 
 # Two cores for everything: one thread for each worker, no binding, no telemetry, no network.
 ENVIRONMENT = {
@@ -79,64 +74,25 @@ def nixl_connector(role: str, policy: str = "") -> dict[str, Any]:
     return config | ({"kv_load_failure_policy": policy} if policy else {})
 
 
-class Engine:
+class Engine(ServerGroup):
     """One vLLM server. `start` returns at once; `wait` returns when it answers."""
 
     def __init__(self, name: str, python: str, served: Served, directory: Path) -> None:
-        self.name = name
+        super().__init__(name, directory / f"{name}.log")
         self.served = served
-        self.log = directory / f"{name}.log"
         self._python = python
-        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
-        """Start it on a new port; what it prints is appended to its log."""
-        self.port = free_port()
-        self.started_at = time.monotonic()
+        """Start it on a new port."""
         served = self.served
         command = [self._python, "-m", "vllm.entrypoints.openai.api_server", f"--model={served.model}"]
-        command += [f"--host={HOST}", f"--port={self.port}", f"--block-size={served.block_tokens}"]
+        command += [f"--host={HOST}", f"--port={self.new_port()}", f"--block-size={served.block_tokens}"]
         command += [f"--num-gpu-blocks-override={served.num_blocks}", *FLAGS, *served.flags]
         if served.connector is not None:
             command.append(f"--kv-transfer-config={json.dumps(served.connector)}")
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")}
-        environ |= ENVIRONMENT | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} | dict(served.environ)
-        cores = nullcontext() if served.on_all_cores else engine_processors()
-        with self.log.open("ab") as log, cores:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environ,
-                cwd=self.log.parent,
-                start_new_session=True,
-            )
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def lives(self) -> bool:
-        """Whether the server's first process runs and says that its engine is well."""
-        assert self._process is not None
-        return self._process.poll() is None and self.answers
-
-    @property
-    def answers(self) -> bool:
-        """Whether /health says 200. Raises AssertionError with its log where the server has ended."""
-        assert self._process is not None
-        assert self._process.poll() is None, f"{self.name} ended: {self.tail()}"
-        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
-            return bool(response.status == 200)
-        return False
+        environ = ENVIRONMENT | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} | dict(served.environ)
+        self.start_group(command, environ, nullcontext() if served.on_all_cores else engine_processors())
 
     def wait(self, *, warm_up: bool = True) -> Engine:
         """Return once it serves. Without `warm_up` the caller's first request is the engine's first.
@@ -150,75 +106,19 @@ class Engine:
         self.ready_after_s = time.monotonic() - self.started_at
         return self
 
-    def tail(self, num_lines: int = 40) -> str:
-        """The end of its log without the access log, lines cut."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        lines = [line for line in lines if not line.startswith("INFO:     127.")]
-        return "\n".join(line[:400] for line in lines[-num_lines:])
-
-    def said(self, text: str) -> bool:
-        """Whether its log holds `text`."""
-        return text in self.log.read_text(errors="replace")
-
-    def group(self) -> list[int]:
-        """Every live process of its group."""
-        pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-        return [pid for pid in pids if _group_of(pid) == self.pid and lives(pid)]
-
     def workers(self) -> list[int]:
         """The processes that hold the model and its cache."""
         return [pid for pid in self.group() if "Worker" in _command_of(pid)]
-
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that carry `labels`; 0 where there are none."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
-            text = response.read().decode()
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        found = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(w in line for w in wanted))
 
     def num_unanswered(self) -> int:
         """Requests that the server has and has not answered."""
         with urllib.request.urlopen(f"{self.url}/load", timeout=10) as response:
             return int(json.loads(response.read())["server_load"])
 
-    def kill(self, how: int = signal.SIGKILL) -> None:
-        """End every process of the server at once, and wait until they are gone."""
-        for pid in self.group():
-            with suppress(ProcessLookupError):
-                os.kill(pid, how)
-        self._wait_for_the_end()
-
-    def stop(self) -> None:
-        """Ask it to end, and make it so where it does not."""
-        assert self._process is not None
-        for pid in self.group():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        with suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-            wait_until(lambda: not self.group(), f"{self.name}'s processes gone", 5.0)
-        except (subprocess.TimeoutExpired, AssertionError):
-            self.kill()
-        self._wait_for_the_end()
-
     def restart(self) -> Engine:
         """Start it again after a `kill` or `stop`; returns once it serves."""
         self.start()
         return self.wait()
-
-    def _wait_for_the_end(self) -> None:
-        assert self._process is not None
-        self._process.wait(STOP_S)
-        wait_until(lambda: not self.group(), lambda: f"{self.name}'s processes gone: {self.group()}", STOP_S)
-
-
-def _group_of(pid: int) -> int:
-    with suppress(OSError):
-        return os.getpgid(pid)
-    return -1
 
 
 def _command_of(pid: int) -> str:

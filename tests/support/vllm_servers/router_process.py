@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
-from tests.support.vllm_servers.engines import HOST
+from tests.support.server_group import HOST
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "pd_router.py"
 

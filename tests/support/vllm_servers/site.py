@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.waiting import wait_until
+from tests.support.server_group import ServerGroup
 from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Completion, complete
 from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector
 
@@ -25,11 +26,20 @@ SETTLE_S = 40.0
 class Site:
     """What is shared. `stop` ends it all and checks that it is gone."""
 
-    def __init__(self, directory: Path, python: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        python: str,
+        make_engine: Callable[..., Any] = Engine,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """`make_engine`: an engine's class; `environ`: what its interpreter needs."""
         self.directory = directory
         self.python = python
+        self._make_engine = make_engine
+        self._environ = environ or {}
         self.fleet = Fleet(directory)
-        self.engines: list[Engine] = []
+        self.engines: list[Any] = []
         self.daemons: list[Daemon] = []
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -38,7 +48,7 @@ class Site:
         path = self.directory / f"model-{kind}"
         if not (path / "config.json").exists():
             script = Path(__file__).parent / "tiny_models.py"
-            environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self._environ}
             command = [self.python, str(script), kind, str(path)]
             done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"cannot build the {kind} model: {done.stderr[-2000:]}"
@@ -49,16 +59,16 @@ class Site:
         self.daemons.append(self.fleet.daemon(name))
         return self.daemons[-1]
 
-    def engine(self, name: str, served: Served) -> Engine:
+    def engine(self, name: str, served: Any) -> Any:
         """Start an engine; the caller waits for it, after starting others."""
-        engine = Engine(name, self.python, served, self.directory)
+        engine = self._make_engine(name, self.python, served, self.directory)
         self.engines.append(engine)
         return engine
 
-    def end(self, *engines: Engine) -> None:
+    def end(self, *engines: ServerGroup) -> None:
         """End engines that no later test needs: memory and processors are few."""
         with ThreadPoolExecutor() as pool:
-            list(pool.map(Engine.stop, engines))
+            list(pool.map(ServerGroup.stop, engines))
         self.engines = [engine for engine in self.engines if engine not in engines]
 
     def stop(self) -> None:

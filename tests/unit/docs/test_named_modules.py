@@ -32,6 +32,8 @@ FOREIGN = {
     "pytest",
     "self",  # `-m`, self.module
     "vllm",
+    "sglang",
+    "sglang_router",
     "gpu",
     "netns",
     "slow",

@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Each tensor is sampled in the middle. A model of 100,000 tensors takes a second from a page cache.
 _SAMPLE_BYTES = 64
@@ -22,28 +22,32 @@ _INDEX = "model.safetensors.index.json"
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 
 
-def digest_of_model(model_config: Any) -> str:
+class Model(NamedTuple):
+    """A model as an engine was given it."""
+
+    name: str  # a folder, or a name in the hub
+    revision: str | None
+    configuration: Callable[[], Mapping[str, Any]]  # where this machine has no config.json of it
+    overrides: Any = None  # the operator's, of the configuration; other than a mapping: none
+    loads_files: bool = True  # whether the weights are those of the model's files
+    weights: str = ""  # the name of weights that are streamed from a store; `name` is then a local folder
+
+
+def digest_of_model(model: Model) -> str:
     """Return 16 hex digits: equal for equal configuration and weights.
 
     Where this machine has no weights as safetensors, the model's name and revision replace them.
     """
     digest = hashlib.blake2b(digest_size=8)
-    folder = _folder(str(model_config.model), model_config.revision)
-    digest.update(json.dumps(_configuration(folder, model_config), sort_keys=True, default=str).encode())
-    files = _weight_files(folder) if folder is not None and loads_weight_files(model_config) else []
+    folder = _folder(model.name, model.revision)
+    digest.update(json.dumps(_configuration(folder, model), sort_keys=True, default=str).encode())
+    files = _weight_files(folder) if folder is not None and model.loads_files else []
     if not files:
-        # `model_weights` names weights that are streamed from a store; `model` is then a local folder.
-        name = getattr(model_config, "model_weights", "") or model_config.model
-        digest.update(f"{name}@{model_config.revision}".encode())
+        digest.update(f"{model.weights or model.name}@{model.revision}".encode())
     for file in files:
         for sample in _samples(file):
             digest.update(sample)
     return digest.hexdigest()
-
-
-def loads_weight_files(model_config: Any) -> bool:
-    """Whether the weights are loaded from the model's files."""
-    return str(getattr(model_config, "load_format", "auto")) != "dummy"
 
 
 def _folder(model: str, revision: str | None) -> Path | None:
@@ -61,16 +65,15 @@ def _folder(model: str, revision: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _configuration(folder: Path | None, model_config: Any) -> Mapping[str, Any]:
+def _configuration(folder: Path | None, model: Model) -> Mapping[str, Any]:
     """Return the configuration in the model's file, with the operator's overrides."""
     content: Mapping[str, Any]
     if folder is not None and (folder / "config.json").is_file():
         content = json.loads((folder / "config.json").read_text())
     else:
-        content = model_config.hf_config.to_dict()
-    overrides = getattr(model_config, "hf_overrides", None)
+        content = model.configuration()
     kept = {name: value for name, value in content.items() if name not in _VOLATILE}
-    return {"config": kept, "overrides": overrides if isinstance(overrides, Mapping) else {}}
+    return {"config": kept, "overrides": model.overrides if isinstance(model.overrides, Mapping) else {}}
 
 
 def _weight_files(folder: Path) -> list[Path]:
