@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from docs.tools.markdown_parts import filled, table
+from docs.tools.markdown_parts import table
 from kvxferd.integrations.sglang.layout.support import POOLS, SGLANG_VERSIONS
 
 
@@ -20,4 +20,4 @@ def sglang_pools() -> Iterator[str]:
 
 def sglang_versions() -> Iterator[str]:
     """Yield the versions of SGLang that the tests run."""
-    yield from filled(f"{', '.join(SGLANG_VERSIONS)}.")
+    yield f"{', '.join(SGLANG_VERSIONS)}."
