@@ -45,6 +45,7 @@ class Sender(CommonKVSender):  # type: ignore[misc]
         # What SGLang does on all ranks alike, whatever has become of the transfer on one of them.
         self._was_sent = False
         self._was_cut_short = False  # SGLang has aborted it, or has taken its failure
+        self._take_state()  # which the first stage has of the others, that are not polled before it
 
     @property
     def holds_pages(self) -> bool:

@@ -162,7 +162,7 @@ def test_pages_of_one_token(llama: Llama, one_token_pages: Pair, new_prompt: New
 
 def test_latents(site: Site, new_prompt: NewPrompt, tmp_path: Path) -> None:
     """DeepSeek's attention: one latent for all heads."""
-    mla = Llama(site, "mla")
+    mla = Llama(site, "scaled-mla")
     engines: list[Engine] = [mla.alone, mla.prefill, mla.decode]
     for engine in engines:
         engine.wait()
