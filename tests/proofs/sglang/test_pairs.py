@@ -8,15 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
 import pytest
 
-from tests.support.sglang_servers.engines import STAND_INS, Engine, Pair, abort, generate, tokens_of
+from tests.support.sglang_servers.engines import STAND_INS, Pair, abort, generate, tokens_of
 from tests.support.sglang_servers.pairs import CHUNKS, Llama, in_use
-from tests.support.vllm_servers.site import Site
 
 NewPrompt = Callable[[int], list[int]]
 LIMIT_S = 120.0  # within which every request has ended
@@ -158,19 +156,6 @@ def one_token_pages(shared_llama: Llama) -> Iterator[Pair]:
 @pytest.mark.parametrize("length", [1, 17, 300])
 def test_pages_of_one_token(llama: Llama, one_token_pages: Pair, new_prompt: NewPrompt, length: int) -> None:
     check(llama, one_token_pages, [new_prompt(length)])
-
-
-def test_latents(site: Site, new_prompt: NewPrompt, tmp_path: Path) -> None:
-    """DeepSeek's attention: one latent for all heads."""
-    mla = Llama(site, "scaled-mla")
-    engines: list[Engine] = [mla.alone, mla.prefill, mla.decode]
-    for engine in engines:
-        engine.wait()
-    check(mla, mla.pair, [new_prompt(length) for length in (1, 50, 300)])
-    check(mla, mla.pair, [new_prompt(40 * number + 1) for number in range(8)], at_a_time=8)
-    mla.settle()
-    mla.close()
-    site.end(*engines)
 
 
 def test_what_it_takes_beside_an_engine_alone(llama: Llama, new_prompt: NewPrompt) -> None:

