@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 3
 PATIENT_S = 10.0
-MAX_DRAWS = 16  # of blocks: a list of a window may need more than there are, or few
+MAX_DRAWS = 100  # of blocks: a list of a window may need more than there are, or few
 RETRY_S = 0.2
 BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
@@ -705,7 +705,8 @@ class Worker:
             return
         if refusal:
             transfer.refused = why
-            is_replayed = self.world.started_at(self.node) > transfer.published_at
+            has_new_daemon = self.world.started_at(self.node) > transfer.published_at
+            is_replayed = has_new_daemon and not transfer.is_withdrawn
             if why in OF_LIARS_PUBLISH or (is_replayed and why in RETRIED_ON_REPLAY):
                 self.world.violate(Check.PUBLISHED, f"{transfer_id} of {self.name} is refused: {refusal}")
         elif transfer.released_at.get(self, 0.0) > self.world.started_at(self.node):

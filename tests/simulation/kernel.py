@@ -259,7 +259,7 @@ class Kernel:
                 main()
             except BaseException:
                 self.failures.append((process, traceback.format_exc()))
-            self.kill(process)
+            self.kill(process, is_over=True)
 
         _thread.start_new_thread(run, ())
         forked.acquire()
@@ -299,14 +299,15 @@ class Kernel:
             task.waiters.append(self.current)
             self.wait((), None if deadline is None else deadline - self.now)
 
-    def kill(self, process: Process) -> None:
+    def kill(self, process: Process, *, is_over: bool = False) -> None:
         """Kill a process, wherever it is. Idempotent. The caller's own does not return.
 
-        It ends when its calls in the kernel have come back: until then its descriptors are open.
+        It ends when its calls in the kernel have come back: until then its descriptors are open. `is_over`:
+        it has none, and no memory any more.
         """
         if process.is_dead or process.is_dying:
             return
-        seconds = self.dying_s(process)
+        seconds = 0.0 if is_over else self.dying_s(process)
         self.on_strike(process, seconds)
         if not seconds:
             self._end(process)

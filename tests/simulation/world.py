@@ -249,6 +249,7 @@ class World:
                 self.unsure_counts.add(node)
             self._started_at[node] = self.kernel.now
             self.expectations.disturb(0.0, node)
+            self.reasons.process_struck(daemon)
 
     def started_at(self, node: str) -> float:
         """Return when a node's daemon was started."""
