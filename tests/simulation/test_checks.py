@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvxferd import client
 from kvxferd.client import pulls
 from kvxferd.core.node import Node
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.errors import Code
+from kvxferd.errors import Code, EngineError
 from tests.simulation import audit, engine, fabric, history, runs
 from tests.simulation.checks import Check
 from tests.simulation.engine import Kernels, Transfer, Worker
@@ -35,10 +36,12 @@ pytestmark = [
 ]
 
 MAX_SEEDS = 40
+KIND_OF = {Check.ID_ONCE: "republish"}  # of all faults, where those that are drawn seldom meet the check
 FENCE_BYTES = 16
 
 _real_handle = Worker._handle
 _real_send, _real_pull, _real_holder_of = Network.send, Worker.pull, Words.holder_of
+_real_publish = client.Publisher.publish
 _real_check_bytes, _real_memmove = Worker._check_bytes, ctypes.memmove
 
 
@@ -107,6 +110,15 @@ def _pull_not_at_rest(worker: Worker, *arguments: Any) -> None:
         _real_pull(worker, *arguments)
 
 
+def _publish_whatever(publisher: client.Publisher, *arguments: Any, **named: Any) -> Any:
+    try:
+        return _real_publish(publisher, *arguments, **named)
+    except EngineError as error:
+        if error.code is not Code.TRANSFER_EXISTS:
+            raise
+        return None
+
+
 def _keep_pipe(worker: Worker, *arguments: Any) -> None:
     os.pipe()
     _real_check_bytes(worker, *arguments)
@@ -138,6 +150,11 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
         Check.LEASE, "no lease ends", Worker, "_handle",
         _without(client.Released, lambda worker, event: event.why == Code.LEASE_EXPIRED),
     ),
+    (
+        Check.WITHDRAWN, "a lost word", Worker, "_handle",
+        _without(client.Released, lambda worker, event: event.why == Code.UNPUBLISHED),
+    ),
+    (Check.ID_ONCE, "a refusal is lost", client.Publisher, "publish", _publish_whatever),
     (Check.PUBLISHED, "no refusal is honest", engine, "OF_LIARS_PUBLISH", frozenset(Code)),
     (Check.SUSPENDS, "a lost word", Worker, "_handle", _without(client.Suspended, lambda *_: True)),
     (
@@ -173,7 +190,11 @@ def test_check_notices(
     monkeypatch.setattr(place, name, value)
     found = []
     for seed in range(MAX_SEEDS):
-        found.append(runs.run(Plan.draw(seed, Size(faults=20))).check)
+        plan = Plan.draw(seed, Size(faults=20))
+        if check in KIND_OF:
+            faults = tuple(structs.replace(fault, kind=KIND_OF[check]) for fault in plan.faults)
+            plan = structs.replace(plan, faults=faults)
+        found.append(runs.run(plan).check)
         if found[-1] == check.name:
             return
     pytest.fail(f"{what}: not noticed, but {sorted(set(found))}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import select
 import socket
 import time
 from contextlib import suppress
@@ -29,6 +28,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from kvxferd import engine as kv
 from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.fd_wait import wait_readable
 from kvxferd.integrations.common.agreement import gather_from_ranks
 from kvxferd.integrations.common.model_digest import Model, digest_of_model
 from kvxferd.integrations.sglang import messages
@@ -212,7 +212,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]
         self.rank.suspend()
         end = time.monotonic() + _SUSPEND_TIMEOUT_S
         while not self.rank.is_suspended and (left := end - time.monotonic()) > 0:
-            select.select([self.rank.fileno()], [], [], left)
+            wait_readable([self.rank.fileno()], left)
             self.pump()
         if not self.rank.is_suspended:
             raise RuntimeError(f"the daemon has not unmapped this rank's memory in {_SUSPEND_TIMEOUT_S} s")

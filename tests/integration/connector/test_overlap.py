@@ -100,6 +100,11 @@ class Overlap:
         listed = self.daemon.control.get("/v1/transfers")["transfers"]
         return ref["transfer_id"] in [one["transfer_id"] for one in listed]
 
+    def keeps_nothing(self) -> bool:
+        """Have the prefill engine hear what has come, and return whether it keeps no blocks for readers."""
+        self.prefill.step()
+        return not self.prefill.pool.kept
+
     def settle(self) -> None:
         """Let the test's requests leave, and return once nothing is published or pulled."""
         for engine in (self.prefill, self.plain, self.decode):
@@ -209,6 +214,7 @@ def test_what_its_decode_engine_has_abandoned_is_not_published_anew(overlap: Ove
     overlap.decode.abort(decoding, INTO)
     overlap.decode.step()
     wait_until(lambda: not overlap.is_published(ref), "the transfer is abandoned")
+    wait_until(overlap.keeps_nothing, "the prefill engine has heard so")
     keeps, params = overlap.end_prefill(request)
     assert (keeps, params) == (False, None), "its blocks would be held for a lease, and for nobody"
 
