@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.proofs.sglang.environment import PYTHON_VARIABLE
 from tests.support.sglang_servers.engines import ENVIRONMENT, Engine
 from tests.support.sglang_servers.pairs import Llama
-from tests.support.vllm_servers.completions import prompt_of
+from tests.support.site_fixtures import SITE, new_prompt, pytest_runtest_makereport  # noqa: F401
 from tests.support.vllm_servers.site import Site
 
 HERE = Path(__file__).parent
@@ -24,18 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.sglang)
             item.add_marker(pytest.mark.timeout(900))  # the first test of a fixture waits for its engines
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    report = yield
-    if report.failed and (site := item.session.stash.get(SITE, None)) is not None:
-        for engine in site.engines:
-            report.sections.append((f"log of {engine.name}", engine.tail()))
-    return report
-
-
-SITE = pytest.StashKey[Site]()
 
 
 @pytest.fixture(scope="session")
@@ -69,12 +55,3 @@ def llama(shared_llama: Llama) -> Iterator[Llama]:
     yield shared_llama
     shared_llama.heal()
     shared_llama.settle()
-
-
-@pytest.fixture
-def new_prompt() -> Callable[[int], list[int]]:
-    """Prompts of the length asked for, that share nothing with any other test's."""
-    return lambda length: prompt_of(length, seed=next(_SEEDS))
-
-
-_SEEDS = itertools.count(1000)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.proofs.vllm.environment import PYTHON_VARIABLE
-from tests.support.vllm_servers.completions import prompt_of
+from tests.support.site_fixtures import SITE, new_prompt, pytest_runtest_makereport  # noqa: F401
 from tests.support.vllm_servers.processors import share_processors
 from tests.support.vllm_servers.router_process import RouterProcess
 from tests.support.vllm_servers.site import Llama, Nodes, Site
@@ -26,22 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(600))  # the first test of a fixture waits for its engines
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    report = yield
-    if report.failed and (site := item.session.stash.get(SITE, None)) is not None:
-        for engine in site.engines:
-            report.sections.append((f"log of {engine.name}", engine.tail()))
-    return report
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print which cores the engines had, where any ran: results of one core are to be read with care."""
     if config.stash.get(STARTED_ENGINES, False):
         terminalreporter.write_line(f"vLLM: {share_processors(os.sched_getaffinity(0))}")
 
 
-SITE = pytest.StashKey[Site]()
 STARTED_ENGINES = pytest.StashKey[bool]()
 
 
@@ -82,12 +70,3 @@ def router(llama: Llama) -> Iterator[RouterProcess]:
     router = RouterProcess(llama.prefill.url, llama.decode.url)
     yield router
     router.stop()
-
-
-@pytest.fixture
-def new_prompt() -> Callable[[int], list[int]]:
-    """Prompts of the length asked for, that share nothing with any other test's."""
-    return lambda length: prompt_of(length, seed=next(_SEEDS))
-
-
-_SEEDS = itertools.count(1000)
