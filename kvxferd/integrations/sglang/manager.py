@@ -12,6 +12,7 @@ import logging
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -43,6 +44,7 @@ from kvxferd.integrations.sglang.transfers import Blocks, RankTransfers
 _LOG = logging.getLogger("sglang.kvxferd")
 _HTTP_TIMEOUT_S = 5
 _SUSPEND_TIMEOUT_S = 30
+_MESSAGES_A_PUMP = 256  # each request polls: far more than ranks send
 
 
 class Manager(CommonKVManager):  # type: ignore[misc]
@@ -165,8 +167,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]
         return self.transfers.is_quiet(bootstrap_room)
 
     def pump(self) -> None:
-        """Handle what has come from the daemon and from decode ranks. Never waits."""
-        while (message := self._next_message()) is not None:
+        """Handle what has come from the daemon, and some of what has come from other ranks. Never waits."""
+        for message in self._received():
             match message:
                 case messages.Pulling(room):
                     self.transfers.handle_reader(room)
@@ -198,14 +200,15 @@ class Manager(CommonKVManager):  # type: ignore[misc]
         written = messages.StagePages(room, stage, num_tokens, ready_tokens, pages)
         self._send_multipart_locked(self._lead_address, messages.encode_stage(written, self._key))
 
-    def _next_message(self) -> messages.Pulling | messages.Aborted | messages.StagePages | None:
-        while True:
+    def _received(self) -> Iterator[messages.Pulling | messages.Aborted | messages.StagePages]:
+        """Yield messages that have come: whoever sends without end does not hold SGLang's loop."""
+        for _ in range(_MESSAGES_A_PUMP):
             try:
                 frames = self.server_socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return None
+                return
             if (message := messages.decode(frames, self._key)) is not None:
-                return message
+                yield message
 
     def deregister_buffer_to_engine(self) -> None:
         """Give the memory back, before SGLang frees it for its sleep. Blocks."""
