@@ -16,6 +16,7 @@ import pytest
 from tests.support.sglang_servers.engines import STAND_INS, Pair, abort, generate, tokens_of
 from tests.support.sglang_servers.pairs import CHUNKS, Llama, in_use
 
+Request = Callable[[list[int]], Any]
 NewPrompt = Callable[[int], list[int]]
 LIMIT_S = 120.0  # within which every request has ended
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
@@ -159,25 +160,29 @@ def test_pages_of_one_token(llama: Llama, one_token_pages: Pair, new_prompt: New
 
 
 def test_what_it_takes_beside_an_engine_alone(llama: Llama, new_prompt: NewPrompt) -> None:
-    """Figures, of no limit: time to first token, and requests a second."""
+    """The same first tokens; the figures have no limit: time to first token, and requests a second."""
 
-    def time_of(request: Callable[[list[int]], Any], at_a_time: int, count: int) -> tuple[float, float]:
-        prompts = [new_prompt(256) for _ in range(count)]
-        began, each = time.monotonic(), []
+    def first_tokens(name: str, request: Request, prompts: list[list[int]], at_a_time: int) -> list[Any]:
+        each = []
 
-        def timed(prompt: list[int]) -> None:
+        def timed(prompt: list[int]) -> Any:
             start = time.monotonic()
-            request(prompt)
+            token = request(prompt)
             each.append(time.monotonic() - start)
+            return token
 
+        began = time.monotonic()
         with ThreadPoolExecutor(at_a_time) as pool:
-            list(pool.map(timed, prompts))
-        return sorted(each)[count // 2], count / (time.monotonic() - began)
+            tokens = list(pool.map(timed, prompts))
+        first_s, per_second = sorted(each)[len(each) // 2], len(each) / (time.monotonic() - began)
+        print(f"{name}, {at_a_time} at a time: first token {first_s:.3f} s, {per_second:.2f} a second")
+        return tokens
 
-    for name, request in (
-        ("alone", lambda prompt: tokens_of(generate(llama.alone.url, prompt, 1))),
-        ("pair", lambda prompt: llama.pair.tokens(prompt, 1)),
-    ):
-        for at_a_time in (1, 8):
-            first_s, per_second = time_of(request, at_a_time, 24)
-            print(f"{name}, {at_a_time} at a time: first token {first_s:.3f} s, {per_second:.2f} a second")
+    def alone(prompt: list[int]) -> Any:
+        return tokens_of(generate(llama.alone.url, prompt, 1))
+
+    for at_a_time in (1, 8):
+        prompts = [new_prompt(256) for _ in range(24)]
+        expected = first_tokens("alone", alone, prompts, at_a_time)
+        found = first_tokens("pair", lambda prompt: llama.pair.tokens(prompt, 1), prompts, at_a_time)
+        assert found == expected
