@@ -30,6 +30,9 @@ ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     # An overlapped prefill sends a cached prefix behind an event of CUDA's, which a CPU has not.
     "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+    # For which a prefill engine keeps a request whose decode engine was killed before it had pages for it; by
+    # itself 300 s.
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
 }
 FLAGS = (
     "--device=cpu",
