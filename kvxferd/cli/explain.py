@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -37,13 +36,6 @@ LINK_NAMES = ("cma", "tcp", "100g", "400g")
     help="Also show the byte ranges that this prefill rank gives.",
 )
 @click.option(
-    "--svg",
-    "svg",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw a picture of a pair that is possible.",
-)
-@click.option(
     "--link",
     type=click.Choice(LINK_NAMES),
     default=LINK_NAMES[0],
@@ -60,7 +52,6 @@ def explain(
     decode: str,
     rank: str | None,
     prefill_rank: str | None,
-    svg: Path | None,
     link: str,
     as_json: bool,
 ) -> None:
@@ -73,31 +64,25 @@ def explain(
     daemon only for @ENGINE_ID. Exits with 1 if DECODE cannot read from PREFILL.
     """
     # Imported here, so that the other verbs do not load numpy.
-    from kvxferd.explain.advice import with_advice
-    from kvxferd.explain.analysis import explain_pair
+    from kvxferd.explain.advice import advise
+    from kvxferd.explain.analysis import explain_pair, explanation_json
     from kvxferd.explain.byte_ranges import byte_ranges
     from kvxferd.explain.engine_spec_parser import parse_engine
-    from kvxferd.explain.json_report import explanation_json
-    from kvxferd.explain.svg_report import draw_svg
     from kvxferd.explain.text_report import print_byte_ranges, print_explanation, print_terms
     from kvxferd.plan import sender_plan
 
     source, sink = (parse_engine(text, lambda: daemon) for text in (prefill, decode))
     read_by, sent_by = _parse_rank("--rank", rank, sink), _parse_rank("--prefill-rank", prefill_rank, source)
-    explanation = with_advice(explain_pair(source, sink, link))
+    explanation = explain_pair(source, sink, link)
+    advice = advise(explanation)
     reader = next((reads for reads in explanation.ranks if reads.rank == read_by), None)
     sends = None
     if sent_by is not None and explanation.ranks:
         sends = byte_ranges(sender_plan(sent_by, (reads.plan for reads in explanation.ranks)))
-    if svg is not None and explanation.ranks:
-        try:
-            svg.write_text(draw_svg(explanation), "utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {str(svg)!r}: {error.strerror}") from error
     if as_json:
-        print_json(explanation_json(explanation, reader, sends))
+        print_json(explanation_json(explanation, advice, reader, sends))
     else:
-        print_explanation(explanation)
+        print_explanation(explanation, advice)
         if reader is not None:
             print_terms(reader)
             print_byte_ranges("decode", reader.rank, byte_ranges(reader.plan))

@@ -1,5 +1,5 @@
 """`kvxferd explain`: what one engine would read from another, computed without either.
 
-`engine_spec_parser` reads the arguments, `analysis` runs the planner, and `text_report`, `json_report` and
-`svg_report` show the result.
+`engine_spec_parser` reads the arguments, `analysis` runs the planner, `advice` tries other layouts, and
+`text_report` shows the result.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -11,7 +11,9 @@ import msgspec
 import numpy as np
 
 from kvxferd.errors import PlanError
+from kvxferd.explain.byte_ranges import ByteRanges, byte_ranges
 from kvxferd.explain.engine_spec_parser import EngineDescription
+from kvxferd.explain.formatting import merged_ranges
 from kvxferd.explain.read_estimate import (
     DEFAULT_LINK,
     LINKS,
@@ -28,7 +30,7 @@ from kvxferd.explain.read_estimate import (
 from kvxferd.explain.run_lengths import Lengths, describe_runs
 from kvxferd.ids import Endpoint, EngineId, Rank
 from kvxferd.layout import GroupKind, UnitRange
-from kvxferd.plan import Expander, Plan, TransferTopology, find_differences, plan_reads
+from kvxferd.plan import Expander, Plan, TransferTopology, find_differences
 from kvxferd.plan.assignment import shared_fraction
 from kvxferd.plan.plan import GroupRead
 
@@ -40,7 +42,7 @@ _NO_HOME = Endpoint("")
 MAX_SAMPLE_RUNS = 1 << 19
 
 
-class Incompatibility(NamedTuple):
+class Incompatibility(msgspec.Struct, frozen=True):
     """Why nothing can be read: a fact that differs between the engines, or a part that no rank holds."""
 
     field: str
@@ -49,8 +51,7 @@ class Incompatibility(NamedTuple):
     message: str
 
 
-@dataclasses.dataclass(frozen=True)
-class RankRead:
+class RankRead(msgspec.Struct, frozen=True):
     """The read of one decode rank from one prefill rank, of one kind, for a request of 1,000 tokens.
 
     Attention moves in proportion to the tokens, a sliding window at most its own tokens; a state moves
@@ -59,8 +60,8 @@ class RankRead:
 
     source: Rank
     kind: GroupKind
-    layers: tuple[int, ...]
-    units: Mapping[str, tuple[UnitRange, ...]]
+    layers: tuple[int, ...]  # ascending
+    units: dict[str, tuple[UnitRange, ...]]  # by component, of all layers together
     num_bytes: int
     num_runs: int
     fewest_runs: int
@@ -127,7 +128,6 @@ class Explanation:
     refused: tuple[Incompatibility, ...] = ()
     notes: tuple[str, ...] = ()
     link: str = DEFAULT_LINK  # for which times are predicted
-    advice: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -144,22 +144,6 @@ class Explanation:
         """How long the slowest decode rank is predicted to read a request of 1,000 tokens."""
         return max((rank.predicted_s for rank in self.ranks), default=0.0)
 
-    @property
-    def predicted_in_a_row_s(self) -> float:
-        """The same where block ids follow one another on both sides: then runs of equal layouts merge."""
-        link = LINKS[self.link]
-        times = (
-            sum(
-                min(
-                    read.estimate.predicted_s,
-                    read.fewest_runs * link.descriptor_s + read.num_bytes / link.bytes_per_s,
-                )
-                for read in rank.reads
-            )
-            for rank in self.ranks
-        )
-        return max(times, default=0.0)
-
     def loads(self) -> list[RankLoad]:
         """Return what each prefill rank gives to all decode ranks: their reads, by source."""
         found = []
@@ -169,6 +153,28 @@ class Explanation:
             num_bytes = sum(read.num_bytes for _, read in reads)
             found.append(RankLoad(source, readers, num_bytes, sum(read.num_runs for _, read in reads)))
         return found
+
+
+def explanation_json(
+    explanation: Explanation,
+    advice: str,
+    reader: DecodeRankReads | None = None,
+    sends: list[ByteRanges] | None = None,
+) -> dict[str, Any]:
+    """Return `ranks`, or `refused`; `terms` and `byte_ranges` of a decode rank; those that are sent."""
+    about: dict[str, Any] = {"prefill": explanation.prefill.label, "decode": explanation.decode.label}
+    if explanation.refused:
+        return about | {"refused": msgspec.to_builtins(explanation.refused)}
+    names = ("rank", "layers", "num_bytes", "num_runs", "predicted_s", "reads")
+    about |= {name: getattr(explanation, name) for name in ("link", "num_bytes", "notes")}
+    about["advice"] = advice
+    about["ranks"] = [{name: getattr(rank, name) for name in names} for rank in explanation.ranks]
+    if reader is not None:
+        about |= {"terms": reader.terms(), "byte_ranges": byte_ranges(reader.plan)}
+    if sends is not None:
+        about["sent_byte_ranges"] = sends
+    found: dict[str, Any] = msgspec.to_builtins(about)
+    return found
 
 
 def explain_pair(
@@ -238,12 +244,10 @@ def _refusals(
 
 def _reads(plan: Plan, link: Link) -> Iterator[RankRead]:
     """Yield a plan's reads, source by source, attention before state."""
-    for read in plan_reads(plan):
-        group_reads = [
-            group_read
-            for group_read in plan.group_reads
-            if (group_read.rank, group_read.local.kind) == (read.source, read.kind)
-        ]
+    by_source: dict[tuple[Rank, GroupKind], list[GroupRead]] = {}
+    for group_read in plan.group_reads:
+        by_source.setdefault((group_read.rank, group_read.local.kind), []).append(group_read)
+    for (source, kind), group_reads in sorted(by_source.items()):
         num_bytes = scattered = in_a_row = Fraction()
         sentences: dict[str, None] = {}
         samples = []
@@ -258,16 +262,30 @@ def _reads(plan: Plan, link: Link) -> Iterator[RankRead]:
             sentences[describe_runs(alike, apart, together)] = None
         num_runs = max(1, round(scattered))
         yield RankRead(
-            read.source,
-            read.kind,
-            read.layers,
-            read.units,
+            source,
+            kind,
+            *_layers_and_units(group_reads),
             round(num_bytes),
             num_runs,
             max(1, round(in_a_row)),
             "; ".join(sentences),
-            estimate_read(samples, read.source, round(num_bytes), num_runs, link),
+            estimate_read(samples, source, round(num_bytes), num_runs, link),
         )
+
+
+def _layers_and_units(
+    group_reads: list[GroupRead],
+) -> tuple[tuple[int, ...], dict[str, tuple[UnitRange, ...]]]:
+    """Return the layers that some group reads have bytes of, and the units of each component."""
+    layers: set[int] = set()
+    units: dict[str, set[UnitRange]] = {}
+    for group_read in group_reads:
+        for pattern in group_read.patterns:
+            for extent in pattern.extents:
+                layers.add(extent.layer)
+                held = UnitRange(extent.first_unit, extent.first_unit + pattern.num_units)
+                units.setdefault(extent.component, set()).add(held)
+    return tuple(sorted(layers)), {name: merged_ranges(units[name]) for name in sorted(units)}
 
 
 def _by_tokens(group_reads: list[GroupRead]) -> dict[int, list[GroupRead]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import msgspec
 
@@ -34,8 +33,8 @@ class ByteRanges(msgspec.Struct, frozen=True):
     remote_block_stride: int
 
     @property
-    def pattern(self) -> tuple[object, ...]:
-        """The fields that layers of equal layout share: all but the layer and its offset."""
+    def shape(self) -> tuple[object, ...]:
+        """The fields that layers of equal layout share: all but the layer and where it begins."""
         local, remote, _ = self.runs[0]
         relative = tuple((a - local, b - remote, length) for a, b, length in self.runs)
         sides = (self.local_region, self.remote_region, self.local_block_stride, self.remote_block_stride)
@@ -84,36 +83,3 @@ def _pattern_ranges(plan: Plan, group_read: GroupRead, pattern: StridePattern) -
             pattern.local.block,
             pattern.remote.block,
         )
-
-
-class LayersInStep(NamedTuple):
-    """Layers of one component whose ranges differ only by equal steps."""
-
-    first: ByteRanges
-    layers: tuple[int, ...]
-    local_step: int  # bytes from one of the layers to the next; 0 for one layer alone
-    remote_step: int
-
-
-def group_layers_in_step(ranges: list[ByteRanges]) -> list[LayersInStep]:
-    """Return the ranges with layers in equal steps grouped, in the order of their first layer."""
-    found: dict[tuple[object, ...], list[LayersInStep]] = {}
-    for item in ranges:
-        last = found.setdefault(item.pattern, [])
-        if last and (longer := _extended(last[-1], item)):
-            last[-1] = longer
-        else:
-            last.append(LayersInStep(item, (item.layer,), 0, 0))
-    return [alike for group in found.values() for alike in group]
-
-
-def _extended(alike: LayersInStep, item: ByteRanges) -> LayersInStep | None:
-    """Return the group with one more layer, or None if that does not follow in step."""
-    count = len(alike.layers)
-    steps = tuple(item.runs[0][side] - alike.first.runs[0][side] for side in (0, 1))
-    if any(step % count for step in steps):
-        return None
-    local_step, remote_step = (step // count for step in steps)
-    if count > 1 and (local_step, remote_step) != (alike.local_step, alike.remote_step):
-        return None
-    return LayersInStep(alike.first, (*alike.layers, item.layer), local_step, remote_step)

@@ -6,32 +6,25 @@ from collections.abc import Iterator
 from typing import Literal
 
 from kvxferd.explain.analysis import DecodeRankReads, Explanation, RankRead
-from kvxferd.explain.byte_ranges import ByteRanges, LayersInStep, group_layers_in_step
-from kvxferd.explain.formatting import (
-    format_engine,
-    format_load,
-    format_numbers,
-    format_ranks,
-    format_unit_ranges,
-    format_units,
-)
+from kvxferd.explain.byte_ranges import ByteRanges
+from kvxferd.explain.engine_spec_parser import EngineDescription
+from kvxferd.explain.formatting import format_numbers, format_ranks, format_unit_ranges, format_units
 from kvxferd.explain.read_estimate import ReadEstimate
 from kvxferd.ids import Rank
-from kvxferd.layout import GroupKind
+from kvxferd.layout import GroupKind, cache_properties
 from kvxferd.plan import format_terms
 from kvxferd.telemetry.units import format_time
 from kvxferd.tooling.output import Column, console, format_bytes, print_line, print_table, tuple_columns
 
 SHADES = " ░▒▓█"
 LOAD_BAR = 24  # characters of the busiest rank's bar
-# Layers that are not in equal steps take a row each.
 MAX_RANGES = 48
 
 
-def print_explanation(explanation: Explanation) -> None:
+def print_explanation(explanation: Explanation, advice: str = "") -> None:
     """Print everything except byte ranges."""
     for role, engine in (("prefill", explanation.prefill), ("decode", explanation.decode)):
-        print_line(f"{role:8}{engine.label}: {format_engine(engine)}")
+        print_line(f"{role:8}{engine.label}: {_format_engine(engine)}")
     print_line("")
     if explanation.refused:
         _print_refused(explanation)
@@ -44,15 +37,35 @@ def print_explanation(explanation: Explanation) -> None:
         print_line(f"{count} read{'s' * (count > 1)}: {sentence}")
     for note in explanation.notes:
         print_line(f"note: {note}")
-    if explanation.advice:
-        print_line(f"advice: {explanation.advice}")
-    total = f"in all {format_bytes(explanation.num_bytes)}"
-    if len({load.num_bytes for load in explanation.loads()} - {0}) == 1:
-        print_line(f"{total}; {format_load(explanation)}")
-        return
-    print_line(total)
+    if advice:
+        print_line(f"advice: {advice}")
+    print_line(f"in all {format_bytes(explanation.num_bytes)}")
     print_line("")
     _print_loads(explanation)
+
+
+def _format_engine(engine: EngineDescription) -> str:
+    """Return one line on an engine: sizes, layers, blocks and bytes."""
+    spec, layout = engine.spec, engine.ranks[min(engine.ranks)][1]
+    attention = [group for group in layout.groups if group.kind is GroupKind.ATTENTION]
+    parts = [
+        f"pp {spec.pp_size} x tp {spec.tp_size} = {len(engine.ranks)} rank{'s' * (len(engine.ranks) > 1)}",
+        f"{spec.num_layers} layers",
+        f"{spec.num_kv_heads} KV heads" if spec.num_kv_heads else "no KV heads",
+    ]
+    if attention:
+        sizes = " and ".join(map(str, sorted({group.block_tokens for group in attention})))
+        parts.append(f"blocks of {sizes} tokens")
+    pages = cache_properties(layout)
+    if pages.cross_layers_blocks:
+        parts.append("all layers of a block in one page")
+    elif pages.is_kv_layout_blocks_first:
+        parts.append("K and V of a block in one page")
+    if shards := {group.token_shard.count for group in attention} - {1}:
+        parts.append(f"tokens shared by {max(shards)} ranks")
+    if len(attention) < len(layout.groups):
+        parts.append("states")
+    return ", ".join(parts)
 
 
 def _print_refused(explanation: Explanation) -> None:
@@ -211,35 +224,36 @@ def print_terms(rank: DecodeRankReads) -> None:
 
 
 def print_byte_ranges(role: Literal["decode", "prefill"], rank: Rank, ranges: list[ByteRanges]) -> None:
-    """Print what a rank of that side reads (decode) or sends (prefill) of block 0; equal steps together."""
+    """Print what a rank of that side reads (decode) or sends (prefill) of block 0; alike layers together."""
     print_line("")
     other, how = ("prefill", "from") if role == "decode" else ("decode", "to")
-    rows = group_layers_in_step(ranges)
+    rows: dict[tuple[object, ...], list[ByteRanges]] = {}
+    for item in ranges:
+        rows.setdefault(item.shape, []).append(item)
     print_table(
         f"Byte ranges of {role} {rank}: its block 0 {how} {other}'s, of the first layer listed",
         tuple_columns(
-            other, "layers", "component", "units", f"{role} bytes", f"{other} bytes", "runs", "next layer",
-            "next block", optional=("next block", "next layer", "units"),
+            other, "layers", "component", "units", f"{role} bytes", f"{other} bytes", "runs", "next block",
+            optional=("next block", "units"),
         ),
-        map(_range_row, rows[:MAX_RANGES]),
+        map(_range_row, list(rows.values())[:MAX_RANGES]),
         more=max(0, len(rows) - MAX_RANGES),
     )  # fmt: skip
-    steps = f"steps are bytes at {role} / at {other}; --json has every range of every layer"
-    print_line(steps)
+    print_line(f"steps are bytes at {role} / at {other}; --json has every range of every layer")
 
 
-def _range_row(row: LayersInStep) -> tuple[str, ...]:
-    item = row.first
+def _range_row(alike: list[ByteRanges]) -> tuple[str, ...]:
+    """Return a row of ranges that differ in their layers alone."""
+    item = alike[0]
     local, remote, length = item.runs[0]
     count = len(item.runs)
     return (
         str(item.remote_rank),
-        format_numbers(row.layers),
+        format_numbers(one.layer for one in alike),
         item.component,
         format_unit_ranges((item.units,)),
         f"{item.local_region} [{local}, {local + length})",
         f"{item.remote_region} [{remote}, {remote + length})",
         f"1 of {length}" if count == 1 else f"{count} of {item.num_bytes // count}",
-        f"{row.local_step} / {row.remote_step}" if len(row.layers) > 1 else "-",
         f"{item.local_block_stride} / {item.remote_block_stride}",
     )

@@ -28,7 +28,6 @@ from kvxferd.plan.pieces import PieceRules, covered_tokens
 from kvxferd.plan.plan import Plan, decode_plan, encode_plan, plan_bytes
 from kvxferd.plan.planned_reads import PlanJob, PlanKey, PlannedReads
 from kvxferd.plan.planner import make_plan
-from kvxferd.plan.reads import Read, plan_reads
 from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest, digest_of_layouts
 from kvxferd.plan.sender import sender_plan
 from kvxferd.plan.topology import TransferTopology, format_terms
@@ -47,7 +46,6 @@ __all__ = [
     "PlanJob",
     "PlanKey",
     "PlannedReads",
-    "Read",
     "RegisteredEngine",
     "RemoteManifest",
     "Runs",
@@ -71,7 +69,6 @@ __all__ = [
     "list_rules",
     "make_plan",
     "plan_bytes",
-    "plan_reads",
     "require_pp_aware",
     "sender_plan",
     "set_xfer_handshake_metadata_pp_aware",

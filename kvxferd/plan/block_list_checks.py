@@ -38,8 +38,7 @@ def ids_as_int32(blocks: PackedBlocks) -> npt.NDArray[np.int32]:
 
 def check_first_token(side: BlockGeometry, granule_tokens: int, blocks: PackedBlocks) -> None:
     """Raise EngineError (blocks-invalid) for a list that begins inside an item or a period of the shards."""
-    period = side.shard.count * side.shard.interleave if side.shard.count > 1 else 1
-    for step, what in ((granule_tokens, "granule"), (period, "turn over the token shards")):
+    for step, what in ((granule_tokens, "granule"), (side.period_tokens, "turn over the token shards")):
         if blocks.first_token % step:
             raise EngineError(
                 f"cannot use the blocks of group {side.group!r}: first_token {blocks.first_token} is no "
@@ -168,7 +167,7 @@ def check_open_blocks(
             _check_list(group, listed, num_tokens, granule_tokens, scans)
             continue
         side = block_geometry(group)
-        end = listed.first_token + len(listed) * side.id_tokens
+        end = side.end_of(listed)
         part = listed if added is None else added.get(group.name)
         if part is None or not part.ids:
             continue
@@ -187,7 +186,7 @@ def has_all_blocks(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks], 
     """Whether the lists of a request hold all of it, of every group: no blocks are to be added."""
     for group, _ in rules:
         listed = blocks.get(group.name, PackedBlocks(b""))
-        end = listed.first_token + len(listed) * block_geometry(group).id_tokens
+        end = block_geometry(group).end_of(listed)
         if not listed.ids or (group.kind is not GroupKind.STATE and end < num_tokens):
             return False
     return True
@@ -242,7 +241,7 @@ def _check_group_read(
         return
     window = read.local.sliding_window
     start = mine.first_token if window is None else max(mine.first_token, num_tokens - window)
-    published = theirs.first_token, theirs.first_token + len(theirs) * read.remote.id_tokens
+    published = theirs.first_token, read.remote.end_of(theirs)
     if start < num_tokens and not (published[0] <= start and num_tokens <= published[1]):
         has = f"[{published[0]}, {published[1]})" if theirs.ids else "none"
         raise _not_published(read, f"tokens [{start}, {num_tokens}) are needed, and {has} are published")
@@ -312,7 +311,7 @@ def _check_ids(name: GroupName, num_blocks: int, listed: PackedBlocks, scans: Id
 
 def _check_end(side: BlockGeometry, listed: PackedBlocks) -> None:
     """Check that the list's kernel blocks can be counted and its tokens numbered without overflow."""
-    end = listed.first_token + len(listed) * side.id_tokens
+    end = side.end_of(listed)
     if end > MAX_TOKENS or len(listed) * side.blocks_per_id > MAX_KERNEL_BLOCKS:
         raise blocks_invalid(
             f"cannot use the {len(listed)} blocks of group {side.group!r}: they end at token {end}, at "

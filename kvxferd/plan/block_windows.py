@@ -27,10 +27,6 @@ class ListRules:
         """Whether the list's last id is the request's state, which is all that is read of it."""
         return self.geometry.kind is GroupKind.STATE
 
-    def end_of(self, listed: PackedBlocks) -> int:
-        """Return the token behind the last one listed."""
-        return listed.first_token + len(listed) * self.geometry.id_tokens
-
     def window(
         self, listed: PackedBlocks, begin: int, end: int | None = None, max_ids: int | None = None
     ) -> PackedBlocks:
@@ -60,8 +56,7 @@ def _by_group(found: Iterable[tuple[BlockGeometry, int]]) -> dict[GroupName, Lis
     by_group: dict[GroupName, ListRules] = {}
     for side, granule in found:
         known = by_group.get(side.group)
-        period = side.shard.count * side.shard.interleave if side.shard.count > 1 else 1
-        steps = (known.step_tokens if known else 1, granule, period, side.id_tokens)
+        steps = (known.step_tokens if known else 1, granule, side.period_tokens, side.id_tokens)
         by_group[side.group] = ListRules(side, math.lcm(*(max(1, step) for step in steps)))
     return by_group
 
@@ -85,7 +80,7 @@ class SourceLists:
         found = self._first_tokens(starts)
         for name, listed in kept.items():
             if name in found and listed.ids and name not in self.states:
-                found[name] = max(found[name], self.rules[name].end_of(listed))
+                found[name] = max(found[name], self.rules[name].geometry.end_of(listed))
         return found
 
     def _first_tokens(self, starts: Mapping[GroupName, int] | None) -> dict[GroupName, int]:
@@ -115,11 +110,11 @@ class SourceLists:
             if not before.ids or rules.is_state or not listed.ids:
                 added[name] = listed
                 continue
-            skip, odd = divmod(rules.end_of(before) - listed.first_token, rules.geometry.id_tokens)
+            skip, odd = divmod(rules.geometry.end_of(before) - listed.first_token, rules.geometry.id_tokens)
             if odd or skip < 0:
                 text = f"ids of group {name!r} from token {listed.first_token} on: those before end elsewhere"
                 raise PeerError(text, Code.BAD_FRAME)
-            added[name] = PackedBlocks(listed.ids[4 * skip :], rules.end_of(before))
+            added[name] = PackedBlocks(listed.ids[4 * skip :], rules.geometry.end_of(before))
         return added
 
     def windows(

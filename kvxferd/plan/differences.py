@@ -23,42 +23,13 @@ class Difference(NamedTuple):
 
 # Fields that describe the model: two engines of one model have them equal, whatever their parallel sizes.
 _ENGINE_FIELDS = ("fingerprint", "num_layers", "num_kv_heads")
-_TENSOR_FIELDS = ("itemsize", "dtype", "encoding", "content_bytes", "granule_tokens")
+_TENSOR_FIELDS = ("itemsize", "dtype", "encoding", "content_bytes", "granule_tokens", "kind")
 
 
-def engine_differences(local: EngineSpec, remote: EngineSpec) -> list[Difference]:
-    """Return the model facts in which two engines differ."""
-    return [
-        Difference("the engines", name, getattr(local, name), getattr(remote, name))
-        for name in _ENGINE_FIELDS
-        if getattr(local, name) != getattr(remote, name)
-    ]
-
-
-def tensor_facts(tensor: CacheTensor, group: Group) -> tuple[object, ...]:
+def _tensor_facts(tensor: CacheTensor, group: Group) -> tuple[object, ...]:
     """Return the fields that must be equal on both sides for a tensor's content to be copied unchanged."""
-    return (
-        tensor.itemsize,
-        tensor.dtype,
-        tensor.encoding,
-        tensor.num_chunks * tensor.chunk_bytes,
-        tensor.granule_tokens,
-        group.kind,
-    )
-
-
-def tensor_differences(
-    tensor: CacheTensor, group: Group, remote: CacheTensor, remote_group: Group
-) -> list[Difference]:
-    """Return the fields in which two holders of one component of one layer differ."""
-    where = f"layer {tensor.layer}'s component {tensor.component!r}"
-    pairs = zip(tensor_facts(tensor, group), tensor_facts(remote, remote_group), strict=True)
-    names = (*_TENSOR_FIELDS, "kind")
-    return [
-        Difference(where, name, mine, theirs)
-        for name, (mine, theirs) in zip(names, pairs, strict=True)
-        if mine != theirs
-    ]
+    content_bytes = tensor.num_chunks * tensor.chunk_bytes
+    return tensor.itemsize, tensor.dtype, tensor.encoding, content_bytes, tensor.granule_tokens, group.kind
 
 
 def find_differences(
@@ -68,21 +39,24 @@ def find_differences(
 
     A tensor's difference is listed once per component name and field, for the first layer that has it.
     """
-    found = engine_differences(spec, remote_spec)
+    pairs = [(name, getattr(spec, name), getattr(remote_spec, name)) for name in _ENGINE_FIELDS]
+    found = [Difference("the engines", *pair) for pair in pairs if pair[1] != pair[2]]
     groups = {group.name: group for group in layout.groups}
-    mine = {(t.layer, t.component): t for t in layout.tensors if t.num_units}
-    seen: set[tuple[str, str]] = set()
+    mine = {
+        (t.layer, t.component): (t, _tensor_facts(t, groups[t.group])) for t in layout.tensors if t.num_units
+    }
+    of_component: dict[tuple[str, str], Difference] = {}
     for rank in sorted(remote):
         remote_groups = {group.name: group for group in remote[rank].groups}
-        for theirs in remote[rank].tensors:
-            tensor = mine.get((theirs.layer, theirs.component))
-            if tensor is None or theirs.num_units == 0:
+        for other in remote[rank].tensors:
+            tensor, facts = mine.get((other.layer, other.component), (None, ()))
+            if tensor is None or other.num_units == 0:
                 continue
-            for difference in tensor_differences(
-                tensor, groups[tensor.group], theirs, remote_groups[theirs.group]
-            ):
-                key = (tensor.component, difference.field)
-                if key not in seen:
-                    seen.add(key)
-                    found.append(difference)
-    return found
+            other_facts = _tensor_facts(other, remote_groups[other.group])
+            if facts == other_facts:
+                continue
+            where = f"layer {tensor.layer}'s component {tensor.component!r}"
+            for name, here, there in zip(_TENSOR_FIELDS, facts, other_facts, strict=True):
+                if here != there:
+                    of_component.setdefault((tensor.component, name), Difference(where, name, here, there))
+    return [*found, *of_component.values()]

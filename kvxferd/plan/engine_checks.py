@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvxferd.errors import Code, EngineError, LayoutError, NotPPAwareError, PlanError
+from kvxferd.errors import Code, EngineError, NotPPAwareError
 from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, RankLayout
 
@@ -15,6 +15,7 @@ RankKey = TypeVar("RankKey", bound=tuple[int, int])  # (pp_rank, tp_rank)
 
 # The fields of EngineSpec that differ from rank to rank; all others are the engine's.
 RANK_FIELDS = {"pp_rank", "tp_rank"}
+MAX_LISTED_RANKS = 8  # in an error message
 
 
 def check_same_engine(known: EngineSpec, new: EngineSpec) -> None:
@@ -38,70 +39,48 @@ def check_same_engine(known: EngineSpec, new: EngineSpec) -> None:
 
 
 def check_engine(ranks: Mapping[Rank, tuple[EngineSpec, RankLayout]]) -> None:
-    """Raise unless the ranks of a complete engine hold its layers together, each exactly once.
+    """Raise EngineError unless the ranks are a whole engine, and hold its layers together, each exactly once.
 
-    Raises EngineError for ranks that state different engines (see `check_same_engine`), and
-    PlanError with code unequal-stages where stages differ in their number of ranks, or
-    layers-missing where the ranks of a stage differ in their layers, or the stages overlap or
-    leave layers out.
+    The code is engine-incomplete where ranks are missing; that of `check_same_engine` for ranks that state
+    different engines; layers-missing where the ranks of a stage differ in their layers, or the stages overlap
+    or leave layers out.
     """
-    first = ranks[min(ranks)][0]
+    spec = ranks[min(ranks)][0]
     for rank in sorted(ranks):
-        check_same_engine(first, ranks[rank][0])
-    stages: dict[int, dict[Rank, RankLayout]] = {}
-    for rank, (_, layout) in sorted(ranks.items()):
-        stages.setdefault(rank.pp_rank, {})[rank] = layout
-    _check_stage_sizes(first, stages)
-    _check_stage_layers(first, {pp_rank: _stage_layers(stage) for pp_rank, stage in stages.items()})
-
-
-def _check_stage_layers(spec: EngineSpec, layers: Mapping[int, tuple[int, int]]) -> None:
-    """Raise LayoutError (layers-missing) unless the stages, by pp_rank, hold every layer exactly once."""
+        check_same_engine(spec, ranks[rank][0])
+    lacking = [rank for rank in spec.ranks() if rank not in ranks]
+    if lacking:
+        more = f" and {len(lacking) - MAX_LISTED_RANKS} more" if len(lacking) > MAX_LISTED_RANKS else ""
+        raise EngineError(
+            f"cannot use engine {spec.key}: of its {spec.pp_size} x {spec.tp_size} ranks it lacks "
+            + ", ".join(map(str, lacking[:MAX_LISTED_RANKS]))
+            + more,
+            Code.ENGINE_INCOMPLETE,
+        )
     expected = 0
-    for pp_rank, (start, end) in sorted(layers.items()):
-        if start < expected:
+    for rank in spec.ranks():
+        start, end = ranks[rank][1].start_layer, ranks[rank][1].end_layer
+        first = ranks[Rank(rank.pp_rank, 0)][1]
+        if (start, end) != (first.start_layer, first.end_layer):
             raise _layers_missing(
                 spec,
-                f"stage {pp_rank} holds layers [{start}, {end}), and stage "
-                f"{pp_rank - 1} already holds those up to {expected - 1}",
+                f"rank {Rank(rank.pp_rank, 0)} holds layers [{first.start_layer}, {first.end_layer}) and "
+                f"rank {rank} of its stage [{start}, {end})",
             )
-        if start > expected:
-            raise _layers_missing(
-                spec,
-                f"layers [{expected}, {start}) are held by no stage: stage {pp_rank} begins at layer {start}",
-            )
-        expected = end
+        if rank.tp_rank == 0:
+            if start < expected:
+                text = f"holds layers [{start}, {end}), and those before already hold those up to"
+                raise _layers_missing(spec, f"stage {rank.pp_rank} {text} {expected - 1}")
+            if start > expected:
+                text = f"are held by no stage: stage {rank.pp_rank} begins at layer {start}"
+                raise _layers_missing(spec, f"layers [{expected}, {start}) {text}")
+            expected = end
     if expected != spec.num_layers:
         raise _layers_missing(spec, f"its stages hold layers [0, {expected}) of {spec.num_layers}")
 
 
-def _check_stage_sizes(spec: EngineSpec, stages: Mapping[int, Mapping[Rank, RankLayout]]) -> None:
-    """Raise PlanError (unequal-stages), naming the stages, where they have different numbers of ranks."""
-    sizes = {pp_rank: len(stage) for pp_rank, stage in stages.items()}
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"stage {pp_rank} has {size} ranks" for pp_rank, size in sorted(sizes.items()))
-        raise PlanError(
-            f"cannot use engine {spec.key}: its stages are of unequal tensor parallelism, {listed}",
-            Code.UNEQUAL_STAGES,
-        )
-
-
-def _stage_layers(stage: Mapping[Rank, RankLayout]) -> tuple[int, int]:
-    """Return the layers of a stage; raises PlanError if its ranks differ."""
-    first = min(stage)
-    start, end = stage[first].start_layer, stage[first].end_layer
-    for rank, layout in stage.items():
-        if (layout.start_layer, layout.end_layer) != (start, end):
-            raise PlanError(
-                f"cannot use stage {rank.pp_rank}: rank {first} holds layers [{start}, {end}) and rank "
-                f"{rank} holds [{layout.start_layer}, {layout.end_layer})",
-                Code.LAYERS_MISSING,
-            )
-    return start, end
-
-
-def _layers_missing(spec: EngineSpec, what: str) -> LayoutError:
-    return LayoutError(f"cannot use engine {spec.key}: {what}", Code.LAYERS_MISSING)
+def _layers_missing(spec: EngineSpec, what: str) -> EngineError:
+    return EngineError(f"cannot use engine {spec.key}: {what}", Code.LAYERS_MISSING)
 
 
 def require_pp_aware(ranks: Iterable[tuple[int, int]], consumer: str) -> None:

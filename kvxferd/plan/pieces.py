@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from kvxferd.ids import GroupName
 from kvxferd.layout import BlocksByGroup, PackedBlocks
 from kvxferd.plan.block_list_checks import BlockRules
+from kvxferd.plan.block_windows import ListRules
 from kvxferd.plan.plan import Plan, block_geometry
 
 
@@ -23,37 +24,26 @@ class PieceRules:
     """
 
     def __init__(self, plan: Plan) -> None:
-        steps: dict[GroupName, set[int]] = {}
-        whole: set[GroupName] = set()
-        self._id_tokens: dict[GroupName, int] = {}
+        steps: dict[GroupName, list[int]] = {}
+        self._rules: dict[GroupName, ListRules] = {}
         for read in plan.group_reads:
-            name = read.local.group
-            if not read.is_cut_by_tokens:
-                whole.add(name)
-                continue
-            self._id_tokens[name] = read.local.id_tokens
-            shard = read.local.shard
-            period = shard.count * shard.interleave if shard.count > 1 else 1
-            steps.setdefault(name, set()).update((read.granule_tokens, read.local.id_tokens, period))
-        for name in whole:
-            self._id_tokens.pop(name, None)
-        self.reads_all = not whole
-        cut = [step for name in self._id_tokens for step in steps[name]]
-        self.step_tokens = math.lcm(*cut) if cut else 0
+            side = read.local
+            steps.setdefault(side.group, []).extend(
+                (read.granule_tokens, side.id_tokens, side.period_tokens) if read.is_cut_by_tokens else (0,)
+            )
+            self._rules[side.group] = ListRules(side, side.id_tokens)
+        cut = {name: math.lcm(*found) for name, found in steps.items() if all(found)}
+        self._rules = {name: self._rules[name] for name in cut}
+        self.reads_all = len(cut) == len(steps)
+        self.step_tokens = math.lcm(*cut.values()) if cut else 0
 
     def slice(self, blocks: Mapping[GroupName, PackedBlocks], begin: int, end: int | None) -> BlocksByGroup:
         """Return the local lists of tokens [begin, end); with end None, of all that earlier pieces left."""
-        return {name: self._slice_one(name, listed, begin, end) for name, listed in blocks.items()}
-
-    def _slice_one(self, name: GroupName, listed: PackedBlocks, begin: int, end: int | None) -> PackedBlocks:
-        id_tokens = self._id_tokens.get(name)
-        if id_tokens is None:
-            return listed if end is None else PackedBlocks(b"")
-        start = max(begin, listed.first_token)
-        first = (start - listed.first_token) // id_tokens
-        last = len(listed) if end is None else max(first, -(-(end - listed.first_token) // id_tokens))
-        ids = listed.ids[4 * first : 4 * last]
-        return PackedBlocks(ids, listed.first_token + first * id_tokens) if ids else PackedBlocks(b"")
+        last = blocks if end is None else dict.fromkeys(blocks, PackedBlocks(b""))
+        return {
+            name: self._rules[name].window(listed, begin, end) if name in self._rules else last[name]
+            for name, listed in blocks.items()
+        }
 
 
 def covered_tokens(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> int:
@@ -63,5 +53,5 @@ def covered_tokens(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks], 
         side = block_geometry(group)
         if side.is_cut_by_tokens:
             listed = blocks.get(group.name, PackedBlocks(b""))
-            ends.append(listed.first_token + len(listed) * side.id_tokens if listed.ids else 0)
+            ends.append(side.end_of(listed) if listed.ids else 0)
     return min([num_tokens, *ends]) if ends else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvxferd.ids import Digest, GroupName, Rank, RegionId
-from kvxferd.layout import CacheTensor, Group, GroupKind, TokenShard
+from kvxferd.layout import CacheTensor, Group, GroupKind, PackedBlocks, TokenShard
 
 # Of objects, measured with tracemalloc, as planned and as decoded. A plan's include its key and its place in
 # a cache.
@@ -31,6 +31,15 @@ class BlockGeometry(msgspec.Struct, frozen=True, array_like=True):
     def id_tokens(self) -> int:
         """Return the tokens of the sequence that one listed id stands for, over all token shards."""
         return self.block_tokens * self.blocks_per_id * self.shard.count
+
+    def end_of(self, listed: PackedBlocks) -> int:
+        """Return the token behind the last one of a block list."""
+        return listed.first_token + len(listed) * self.id_tokens
+
+    @property
+    def period_tokens(self) -> int:
+        """Return the tokens after which the ranks that share them take turns anew; 1 where they do not."""
+        return self.shard.count * self.shard.interleave if self.shard.count > 1 else 1
 
     @property
     def is_cut_by_tokens(self) -> bool:

@@ -25,7 +25,6 @@ The ratios are arithmetic that planning never uses.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -178,7 +177,7 @@ class TransferTopology:
         require_reads_inside(reads.plan, remote.spec, infos)
         for rank in reads.sources:
             source_bits[rank.pp_rank] = source_bits.get(rank.pp_rank, 0) | 1 << rank.tp_rank
-        stages = {n: read_info(info, self.spec, reads.plan, lowest[n]) for n, info in infos.items()}
+        stages = {n: read_info(info, reads.plan, lowest[n], is_mla=self.is_mla) for n, info in infos.items()}
         return RegisteredEngine(home, remote.spec, remote.layouts_digest, stages, source_bits, 0.0)
 
     def expire(self, unused_since: float) -> None:
@@ -212,46 +211,6 @@ class TransferTopology:
         """Whether remote ranks hold copies of each other's attention cache."""
         return self.is_kv_replicated(engine_id, remote_pp_rank, home=home) or self.is_mla
 
-    def hybrid_info(
-        self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
-    ) -> MambaEngineTransferInfo:
-        """Return the facts of a stage from which this rank reads states.
-
-        Raises EngineError (layout-incompatible) for a stage from which it reads none.
-        """
-        info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
-        if not isinstance(info, MambaEngineTransferInfo):
-            raise EngineError(
-                f"cannot tell attention from states of engine {engine_id!r}, stage {remote_pp_rank}: "
-                "this rank reads no states of it",
-                Code.LAYOUT_INCOMPATIBLE,
-            )
-        return info
-
-    def should_skip_fa(
-        self, engine_id: EngineId, remote_rank: int, remote_pp_rank: int = 0, *, home: Endpoint | None = None
-    ) -> bool:
-        """Whether no attention is read from a rank; this and the next two raise what `hybrid_info` raises."""
-        info = self.hybrid_info(engine_id, remote_pp_rank, home=home)
-        return remote_rank not in info.remote_fa_source_ranks
-
-    def fa_head_slot(
-        self, engine_id: EngineId, remote_rank: int, remote_pp_rank: int = 0, *, home: Endpoint | None = None
-    ) -> int:
-        """Return which part of a local attention block a rank's heads fill, counted in sources.
-
-        A rank that is not read has the slot of the source before it, whose heads it may hold copies of.
-        """
-        info = self.hybrid_info(engine_id, remote_pp_rank, home=home)
-        return max(0, bisect.bisect_right(info.remote_fa_source_ranks, remote_rank) - 1)
-
-    def needs_split_handles(
-        self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
-    ) -> bool:
-        """Whether a local block is filled from several ranks."""
-        info = self.hybrid_info(engine_id, remote_pp_rank, home=home)
-        return len(info.remote_all_source_ranks) > 1 and not self.is_mla
-
     # --- arithmetic that planning never uses
 
     @functools.cached_property
@@ -260,14 +219,9 @@ class TransferTopology:
         return self.spec.num_kv_heads == 0 and num_latent_heads(self.layout) > 0
 
     @functools.cached_property
-    def block_size(self) -> int:
-        """Return the tokens per kernel block of the first attention layer; 0 without attention."""
-        return stage_info(self.spec, self.spec.pp_rank, self.layout).remote_block_size
-
-    @functools.cached_property
-    def dcp_size(self) -> int:
-        """Return how many ranks share the tokens of the first attention layer; 1 without attention."""
-        return stage_info(self.spec, self.spec.pp_rank, self.layout).remote_dcp_size
+    def _own(self) -> EngineTransferInfo:
+        """This rank's own stage, as another one would have it."""
+        return stage_info(self.spec, self.spec.pp_rank, self.layout)
 
     def tp_ratio(self, remote_tp_size: int) -> int:
         """Return local over remote TP, or minus remote over local where the remote is wider.
@@ -283,7 +237,7 @@ class TransferTopology:
 
     def block_size_ratio(self, remote_block_size: int) -> int:
         """Return local over remote tokens per block; raises ValueError naming both if that is not whole."""
-        mine = self.block_size
+        mine = self._own.remote_block_size
         if remote_block_size < 1 or mine % remote_block_size:
             raise ValueError(
                 f"cannot give a ratio: the local block size {mine} is no multiple of the remote's "
@@ -297,7 +251,7 @@ class TransferTopology:
         Of a remote that shares the tokens of a request (DCP), those whose tokens meet this rank's too, where
         both sides interleave them alike. A rank is a share of the heads times the shares of the tokens.
         """
-        dcp_size = self.dcp_size if remote_dcp_size > 1 else 1
+        dcp_size = self._own.remote_dcp_size if remote_dcp_size > 1 else 1
         mine, remote = self.spec.tp_size // dcp_size, remote_tp_size // remote_dcp_size
         rank, tokens = divmod(self.spec.tp_rank, dcp_size)
         first, end = rank * remote // mine, -(-(rank + 1) * remote // mine)
@@ -314,7 +268,7 @@ class TransferTopology:
         """Return all that is known of a remote stage, by the names of in-engine connectors.
 
         A ratio of sizes that do not divide is None. Only a stage from which this rank reads states has the
-        fields of `MambaEngineTransferInfo`, `fa_head_slots` and `needs_split_handles`.
+        fields of `MambaEngineTransferInfo` and `fa_head_slots`.
         """
         engine = self.find(engine_id, home)
         stage: tuple[EngineId, int] = (engine_id, remote_pp_rank)
@@ -323,7 +277,7 @@ class TransferTopology:
             "local_engine_id": self.spec.engine_id,
             "local_rank": self.spec.rank,
             "local_tp_size": self.spec.tp_size,
-            "local_dcp_size": self.dcp_size,
+            "local_dcp_size": self._own.remote_dcp_size,
             "num_kv_heads": self.spec.num_kv_heads,
             "engine_id": engine_id,
             "generation": engine.generation,
@@ -337,9 +291,8 @@ class TransferTopology:
             "replicates_kv_cache": self.replicates_kv_cache(*stage, home=engine.home),
         }
         if isinstance(info, MambaEngineTransferInfo):
-            # `fa_head_slot` of each rank that is read; one by one they would take the square of the ranks.
-            found["fa_head_slots"] = {rank: slot for slot, rank in enumerate(info.remote_fa_source_ranks)}
-            found["needs_split_handles"] = self.needs_split_handles(*stage, home=engine.home)
+            slots = {rank: info.fa_head_slot(rank) for rank in info.remote_fa_source_ranks}
+            found["fa_head_slots"] = slots
         return found
 
     def describe(self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None) -> str:

@@ -39,8 +39,19 @@ class MambaEngineTransferInfo(EngineTransferInfo):
     remote_num_fa_reads: int = 0
     remote_num_mamba_reads: int = 0
     remote_fa_descriptor_bytes: int = 0  # of one descriptor of K (or V) in a block
-    is_remote_replicated: bool = False  # strictly more remote ranks than KV heads
     remote_physical_heads: int = 0  # that a remote rank holds
+    needs_split_handles: bool = False  # a local block is filled from several ranks
+
+    def should_skip_fa(self, remote_rank: int) -> bool:
+        """Whether no attention is read from a rank."""
+        return remote_rank not in self.remote_fa_source_ranks
+
+    def fa_head_slot(self, remote_rank: int) -> int:
+        """Return which part of a local attention block a rank's heads fill, counted in sources.
+
+        A rank that is not read has the slot of the source before it, whose heads it may hold copies of.
+        """
+        return max(0, bisect.bisect_right(self.remote_fa_source_ranks, remote_rank) - 1)
 
 
 def stage_infos(spec: EngineSpec, ranks: Mapping[Rank, RankLayout]) -> dict[int, EngineTransferInfo]:
@@ -93,9 +104,9 @@ def require_reads_inside(plan: Plan, remote: EngineSpec, stages: Mapping[int, En
 
 
 def read_info(
-    info: EngineTransferInfo, spec: EngineSpec, plan: Plan, layout: RankLayout
+    info: EngineTransferInfo, plan: Plan, layout: RankLayout, *, is_mla: bool
 ) -> EngineTransferInfo:
-    """Return a stage's facts as the rank `spec` reads it by `plan`; the same where it reads no states.
+    """Return a stage's facts as one rank reads it by `plan`; the same where it reads no states.
 
     `layout`: that of the stage's lowest rank.
     """
@@ -109,19 +120,19 @@ def read_info(
     if not states:
         return info
     descriptor_bytes = physical_heads = 0
-    heads = spec.num_kv_heads or num_latent_heads(layout)
     if attention:
         descriptor_bytes, first = _first_descriptor(attention[min(attention)], info.remote_block_size)
         physical_heads = sum(t.num_units for t in layout.tensors if (t.layer, t.component) == first)
+    sources = states.union(attention)
     return MambaEngineTransferInfo(
-        **{field.name: getattr(info, field.name) for field in dataclasses.fields(EngineTransferInfo)},
+        **dataclasses.asdict(info),
         remote_fa_source_ranks=tuple(sorted(attention)),
-        remote_all_source_ranks=tuple(sorted(states.union(attention))),
+        remote_all_source_ranks=tuple(sorted(sources)),
         remote_num_fa_reads=len(attention),
         remote_num_mamba_reads=len(states),
         remote_fa_descriptor_bytes=descriptor_bytes,
-        is_remote_replicated=0 < heads < info.remote_tp_size,
         remote_physical_heads=physical_heads,
+        needs_split_handles=len(sources) > 1 and not is_mla,
     )
 
 

@@ -34,7 +34,7 @@ def test_the_operator_sees_what_each_rank_reads(fleet: Fleet) -> None:
     done = decode.verb("explain", "@wide", "@narrow", "--json")
     assert done.returncode == 0
     explained = json.loads(done.stdout)["ranks"]
-    assert [[read["prefill_rank"][1] for read in rank["reads"]] for rank in explained] == [
+    assert [[read["source"][1] for read in rank["reads"]] for rank in explained] == [
         terms["target_remote_ranks"] for terms in shown
     ]
-    assert [rank["bytes_per_1000_tokens"] for rank in explained] == [1000 * BYTES_PER_TOKEN / 2] * 2
+    assert [rank["num_bytes"] for rank in explained] == [1000 * BYTES_PER_TOKEN / 2] * 2

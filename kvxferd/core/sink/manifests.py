@@ -17,7 +17,7 @@ from kvxferd.core.peers.peers import Peer, Peers, as_error
 from kvxferd.core.peers.remote_engine import RemoteEngine, manifest_bytes
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.sink.held_grant import HeldGrant
-from kvxferd.errors import Code, EngineError, KvxferdError, PeerError
+from kvxferd.errors import Code, KvxferdError, PeerError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, GrantId
 from kvxferd.plan import check_engine, digest_of_layouts
 from kvxferd.records import HandshakeRecord
@@ -181,9 +181,6 @@ class HandshakeClient:
         spec = fetch.known[0].spec
         ranks, layouts = check_manifests(fetch.known, self._layout_cache)
         check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
-        if sorted(ranks) != spec.ranks():
-            text = f"cannot use the manifest of engine {fetch.key}: {len(ranks)} of its ranks are in it"
-            raise EngineError(text, Code.ENGINE_INCOMPLETE)
         workers = ({rank: manifest} for rank, manifest in ranks.items())
         ranks = aggregate_metadata(workers, "this node", self._context.settings.pp_aware)
         digest = digest_of_layouts({rank: checked.digest for rank, checked in layouts.items()})

@@ -311,5 +311,5 @@ def _page(
         listed = transfer.blocks[name]
         page[name] = rules.window(listed, from_tokens[name], max_ids=left // 4)
         left -= len(page[name].ids)
-        has_more |= not rules.is_state and rules.end_of(page[name]) < rules.end_of(listed)
+        has_more |= not rules.is_state and rules.geometry.end_of(page[name]) < rules.geometry.end_of(listed)
     return page, has_more

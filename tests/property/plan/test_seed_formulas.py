@@ -17,7 +17,7 @@ from kvxferd.ids import EngineId, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import LayerKind, ModelFacts, StateComponent, TokenComponent, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
-from kvxferd.plan import TransferTopology
+from kvxferd.plan import MambaEngineTransferInfo, TransferTopology
 from tests.support.fetched_engine import HOME, FetchedEngine, fetched
 
 SIZES = range(1, 17)
@@ -143,12 +143,12 @@ def check_reads(made: TransferTopology, heads: int, remote_tp: int) -> None:
     assert made.target_remote_ranks(engine_id) == sources
     assert made.is_kv_replicated(engine_id) is (max(1, heads) < remote_tp)
     assert made.replicates_kv_cache(engine_id) is (heads < remote_tp or heads == 0)
-    info = made.hybrid_info(engine_id)
+    info = made.get_engine_info(engine_id)
+    assert isinstance(info, MambaEngineTransferInfo)
     assert info.remote_tp_size == remote_tp
     assert info.remote_fa_source_ranks == tuple(reads)
     assert info.remote_all_source_ranks == tuple(sources)
     assert (info.remote_num_fa_reads, info.remote_num_mamba_reads) == (len(reads), len(states))
-    assert info.is_remote_replicated is (max(1, heads) < remote_tp)
     assert info.remote_physical_heads == len(held_heads(heads, remote_tp, 0))
 
 
@@ -158,10 +158,11 @@ def check_formulas(made: TransferTopology, heads: int, remote_tp: int) -> None:
         return
     engine_id, is_wider = EngineId(f"tp{remote_tp}"), remote_tp > made.spec.tp_size
     sources = formula_sources(heads, made.spec.tp_size, made.spec.tp_rank, remote_tp)
-    info = made.hybrid_info(engine_id)
+    info = made.get_engine_info(engine_id)
+    assert isinstance(info, MambaEngineTransferInfo)
     assert list(info.remote_fa_source_ranks) == sources
-    assert made.needs_split_handles(engine_id) is (is_wider and heads > 0)
+    assert info.needs_split_handles is (is_wider and heads > 0)
     slots = {source * heads // remote_tp: slot for slot, source in enumerate(sources)}
     for q in info.remote_all_source_ranks:
-        assert made.should_skip_fa(engine_id, q) is (q not in sources)
-        assert made.fa_head_slot(engine_id, q) == (slots[q * heads // remote_tp] if heads else 0)
+        assert info.should_skip_fa(q) is (q not in sources)
+        assert info.fa_head_slot(q) == (slots[q * heads // remote_tp] if heads else 0)

@@ -82,7 +82,7 @@ def verb_faults(command: Command) -> Iterator[str]:
             inner.make_context(name, rest, parent=context)
     except click.ClickException as error:
         yield error.message
-    if command.words[1] == "explain" and not any(w.startswith(("@", "--svg")) for w in command.words):
+    if command.words[1] == "explain" and not any(w.startswith("@") for w in command.words):
         done = CliRunner().invoke(root, command.arguments)
         yield from [done.output] * (done.exit_code != 0)
 

@@ -20,8 +20,8 @@ async def test_a_live_engine_is_read_as_its_layouts_say(tmp_path: Path) -> None:
         )
     assert result.exit_code == 0, result.output
     (rank,) = json.loads(result.stdout)["ranks"]
-    assert [read["prefill_rank"] for read in rank["reads"]] == [[0, 0], [0, 1]]
-    assert rank["bytes_per_1000_tokens"] == 4 * 2 * 4 * 16 * 1000
+    assert [read["source"] for read in rank["reads"]] == [[0, 0], [0, 1]]
+    assert rank["num_bytes"] == 4 * 2 * 4 * 16 * 1000
 
 
 @pytest.mark.parametrize("is_prefill", [True, False])

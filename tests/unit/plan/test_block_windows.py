@@ -51,7 +51,7 @@ def fetch(
         page = {name: rules.window(theirs[name], token, max_ids=most) for name, token in wanted.items()}
         for name, added in lists.added(kept, page).items():
             kept[name] = append_ids(kept[name], added.ids) if name in kept else added
-        if not page or rules.end_of(page["full"]) == rules.end_of(theirs["full"]):
+        if not page or rules.geometry.end_of(page["full"]) == rules.geometry.end_of(theirs["full"]):
             return kept
 
 

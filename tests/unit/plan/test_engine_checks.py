@@ -63,13 +63,12 @@ def test_layers_must_be_held_exactly_once(made: Engine, words: list[str]) -> Non
     assert [word for word in words if word not in error.message] == []
 
 
-def test_stages_of_unequal_ranks_are_refused_by_name() -> None:
-    """Stage 1 has one rank, stage 0 has two."""
+def test_ranks_that_are_missing_are_named() -> None:
     made = engine(tp=2, pp=2)
     del made[Rank(1, 1)]
     error = refusal(made)
-    assert error.code is Code.UNEQUAL_STAGES
-    assert "stage 0 has 2 ranks, stage 1 has 1 ranks" in error.message
+    assert error.code is Code.ENGINE_INCOMPLETE
+    assert "of its 2 x 2 ranks it lacks pp1.tp1" in error.message
 
 
 def test_stages_that_state_unequal_tp_are_refused_by_name() -> None:

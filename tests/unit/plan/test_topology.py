@@ -11,8 +11,8 @@ from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import deploy
 from kvxferd.layout.sharding import shard_units
 from kvxferd.layout.tensors import num_units
-from kvxferd.plan import EngineTransferInfo, TransferTopology, plan_reads, stage_infos
-from tests.support.attention_engines import engine, layout_of, plan_between, spec
+from kvxferd.plan import EngineTransferInfo, TransferTopology, stage_infos
+from tests.support.attention_engines import engine, layout_of, spec
 from tests.support.fetched_engine import HOME, register
 
 REMOTE = EngineId("remote")
@@ -164,12 +164,6 @@ def test_two_stages_are_kept_apart() -> None:
     assert caught.value.code is Code.ENGINE_UNKNOWN
 
 
-def test_a_remote_without_ranks_has_no_ratio() -> None:
-    """Nonsense is a ValueError too."""
-    with pytest.raises(ValueError, match="remote TP 0"):
-        topology(2).tp_ratio(0)
-
-
 def test_terms_have_the_names_of_in_engine_connectors() -> None:
     """Of a stage of attention alone: no words for states. A log has them as one line."""
     made = topology(2, 1, heads=2)
@@ -212,16 +206,3 @@ def test_registration_from_layouts_fills_every_fact() -> None:
         0: EngineTransferInfo(2, page, 8, 1, 0, 0, 3),
         1: EngineTransferInfo(2, page, 8, 1, 1, 3, 5),
     }
-
-
-def test_reads_sum_up_a_plan() -> None:
-    """What explain prints: layers and heads by source."""
-    plan = plan_between(engine(layers=3, heads=4), engine(tp=2, pp=2, layers=3, heads=4))
-    reads = plan_reads(plan)
-    assert [(r.source, r.start_layer, r.end_layer) for r in reads] == [
-        (Rank(0, 0), 0, 2),
-        (Rank(0, 1), 0, 2),
-        (Rank(1, 0), 2, 3),
-        (Rank(1, 1), 2, 3),
-    ]
-    assert [[(u.start, u.stop) for u in r.units["k"]] for r in reads] == [[(0, 2)], [(2, 4)]] * 2
