@@ -7,8 +7,7 @@
 
 `register` shares the tensors' memory, describes it, connects, and registers, with the first placement that
 works. `kvxferd.client` has the contract of the engine's side; docs/how-to/write-an-engine.md has a whole
-engine. Read `registration` first; `rank_sharing` goes from placement to placement, `placement_search` has
-which is next and why the others did not work, and `strided` is memory of which only the address is known.
+engine. Read `registration` first; `strided` is memory of which only the address is known.
 """
 
 from kvxferd.client import (

@@ -1,25 +1,51 @@
-"""`register`: from an engine's tensors to its rank; `resume`: again, after the rank slept."""
+"""`register`: from an engine's tensors to its rank; `resume`: again, after the rank slept.
+
+A rank's mover is a process of the daemon (`child`), which maps the memory, or a thread of this process
+(`resident`), which needs the transfer library here and reads any memory. The first that works is taken.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvxferd.client import RankHandle, Region, connect
-from kvxferd.engine.placement_search import PlacementSearch
-from kvxferd.engine.rank_sharing import RankSharing
-from kvxferd.errors import LayoutError
-from kvxferd.ids import RegionId
-from kvxferd.layout import EngineSpec, Group, NamedTensor, from_tensors
-from kvxferd.layout.tensor_views import TensorLike
-from kvxferd.memory import MemoryPlacement, SealedMemory, SharedMemory, share_all
+from kvxferd.client import Client, RankHandle, connect
+from kvxferd.errors import Code, EngineError, KvxferdError, LayoutError
+from kvxferd.layout import (
+    EngineSpec,
+    Group,
+    NamedTensor,
+    RankLayout,
+    TensorRegion,
+    from_tensors,
+    tensor_regions,
+)
+from kvxferd.memory import MemoryPlacement, SealedMemory, SharedMemory, share_regions
 
 _LOG = logging.getLogger("kvxferd.engine")
 
-_OF_CHILD = (MemoryPlacement.MEMFD, MemoryPlacement.ADOPTED, MemoryPlacement.EXPORTED)
+OF_CHILD = (MemoryPlacement.MEMFD, MemoryPlacement.ADOPTED, MemoryPlacement.EXPORTED)
+# What each mover means for the engine, as a sentence of the log.
+_MEANINGS = {
+    "child": (
+        "Its mover is a process of the daemon: a crash in it leaves this engine alone, and it can be killed"
+    ),
+    "resident": (
+        "Its mover is a thread of this worker: a crash in it ends this engine, and it cannot be killed"
+    ),
+}
+# Codes that concern the placement alone, so that another may work.
+_OF_PLACEMENT = frozenset(
+    {
+        Code.DEVICE_UNAVAILABLE,
+        Code.DEVICE_ERROR,
+        Code.REGION_NOT_EXPORTABLE,
+        Code.NIXL_UNAVAILABLE,
+        Code.MOVER_LOST,
+    }
+)
 
 
 def register(
@@ -52,37 +78,112 @@ def register(
         EngineError: no placement works, and the message lists each and why; or the daemon refused the rank.
         KvxferdError: no daemon, or no reply, within `timeout_s` (`daemon-lost`, `deadline`).
     """
-    deadline = time.monotonic() + timeout_s
     layout = from_tensors(spec, tensors, groups, layers)
-    plain = {name: named.tensor for name, named in tensors.items()}
-    name = f"{spec.engine_id} ({spec.pp_rank}, {spec.tp_rank})"
+    return register_regions(
+        socket, spec, layout, _regions(tensors), placements=placements, timeout_s=timeout_s
+    )
+
+
+def register_regions(
+    socket: str | os.PathLike[str],
+    spec: EngineSpec,
+    layout: RankLayout,
+    regions: Sequence[TensorRegion],
+    *,
+    placements: Sequence[str] | None = None,
+    timeout_s: float = 60.0,
+    explain: Callable[[KvxferdError], str] = lambda error: f"{error.message} ({error.code})",
+    insist: str = 'give placements=["resident"]',
+    log: logging.Logger = _LOG,
+) -> RankHandle:
+    """Do the same for a layout that is known, with the allocations of its regions.
+
+    `explain` returns why a placement does not work, and what mends it. `insist`: how to have a thread of this
+    process tried after a mover's death has ruled it out.
+    """
+    deadline = time.monotonic() + timeout_s
+    rank_name = f"rank ({spec.pp_rank}, {spec.tp_rank}) of {spec.engine_id}"
+    failures: dict[str, str] = {}
+    last: KvxferdError | None = None
+    for mover, kinds in _by_mover(placements).items():
+        if last is not None and last.code is Code.MOVER_LOST:
+            failures[mover] = (
+                "not tried after that: what ended a mover outside would end this engine inside; "
+                f"{insist} to try it all the same"
+            )
+            continue
+        try:
+            rank = _register_as(kinds, socket, spec, layout, regions, deadline)
+        except KvxferdError as error:
+            if error.code not in _OF_PLACEMENT:
+                raise
+            failures[mover], last = explain(error), error
+            continue
+        before = "".join(f"; {failed} does not work: {why}" for failed, why in failures.items())
+        log.info("%s", f"placement of {rank_name}: {mover}. {_MEANINGS[mover]}{before}")
+        return rank
+    assert last is not None
+    lines = "".join(f"\n  {mover}: {why}" for mover, why in failures.items())
+    raise EngineError(f"cannot register {rank_name}: no placement works{lines}", last.code) from last
+
+
+def _by_mover(placements: Sequence[str] | None) -> dict[str, Sequence[str]]:
+    """Return the placements to try with each mover."""
     wanted = tuple(MemoryPlacement) if placements is None else tuple(placements)
     of_child = [placement for placement in wanted if placement != MemoryPlacement.RESIDENT]
-    movers = ["child"] if of_child or not wanted else []
-    movers += ["resident"] if MemoryPlacement.RESIDENT in wanted else []
-    search = PlacementSearch(
-        f"rank ({spec.pp_rank}, {spec.tp_rank}) of {spec.engine_id}",
-        movers,
-        lambda error: f"{error.message} ({error.code})",
-        insist='give placements=["resident"] to try it all the same',
-    )
-    sharing = RankSharing(
-        lambda mover: _share(plain, of_child if mover == "child" else [MemoryPlacement.RESIDENT]),
-        search,
-        _LOG,
-    )
+    movers: dict[str, Sequence[str]] = {"child": of_child} if of_child or not wanted else {}
+    return movers | ({"resident": [MemoryPlacement.RESIDENT]} if MemoryPlacement.RESIDENT in wanted else {})
+
+
+def _register_as(
+    placements: Sequence[str],
+    socket: str | os.PathLike[str],
+    spec: EngineSpec,
+    layout: RankLayout,
+    regions: Sequence[TensorRegion],
+    deadline: float,
+) -> RankHandle:
+    """Share the memory in one of these placements, and register the rank over a connection of its own."""
+    shared = share_regions(regions, placements)
     try:
-        rank = sharing.register(
-            lambda: connect(socket, timeout_s=max(1.0, deadline - time.monotonic()), name=name),
-            spec,
-            layout,
-            deadline,
-        )
+        name = f"{spec.engine_id} ({spec.pp_rank}, {spec.tp_rank})"
+        connection = connect(socket, timeout_s=max(1.0, deadline - time.monotonic()), name=name)
+        rank = _register_with_retries(connection, spec, layout, shared, deadline)
     except BaseException:
-        sharing.shared.close()
+        for one in shared.values():
+            one.close()
         raise
-    sharing.shared.close_with(rank)
+    _close_with(rank, shared)
     return rank
+
+
+def _register_with_retries(
+    connection: Client,
+    spec: EngineSpec,
+    layout: RankLayout,
+    shared: Mapping[str, SharedMemory],
+    deadline: float,
+) -> RankHandle:
+    """Register a rank, and start its mover here if no other process can map the memory.
+
+    A daemon that is busy is asked again.
+    """
+    while True:
+        left = max(1.0, deadline - time.monotonic())
+        try:
+            if not any(one.is_resident for one in shared.values()):
+                return connection.register(spec, layout, shared, left)
+            from kvxferd import resident  # imports the transfer library: only where it is needed
+
+            return resident.register(connection, spec, layout, shared, left)
+        except EngineError as error:
+            if error.code is not Code.BUSY or time.monotonic() + error.retry_after_s > deadline:
+                connection.close()
+                raise
+            time.sleep(error.retry_after_s or 0.1)  # engine start: nothing else waits for this thread
+        except BaseException:
+            connection.close()
+            raise
 
 
 def resume(rank: RankHandle, tensors: Mapping[str, NamedTensor], timeout_s: float = 30.0) -> None:
@@ -101,32 +202,22 @@ def resume(rank: RankHandle, tensors: Mapping[str, NamedTensor], timeout_s: floa
             "tensors are not laid out as at `register`; give the same names, shapes, strides and storages, "
             "or close the rank and register a new one"
         )
-    plain = {name: named.tensor for name, named in tensors.items()}
-    shared = _share(plain, [MemoryPlacement.RESIDENT] if rank.is_resident else _OF_CHILD)
-    shared.close_with(rank)
-    rank.resume(shared.regions, timeout_s)
+    resume_regions(rank, _regions(tensors), timeout_s)
 
 
-@dataclass(frozen=True)
-class _SharedTensors:
-    """The allocations under an engine's tensors, by region id."""
-
-    memories: Mapping[str, SharedMemory]
-
-    @property
-    def regions(self) -> list[Region]:
-        return [Region(RegionId(name), own.memory, own.offset) for name, own in self.memories.items()]
-
-    def close(self) -> None:
-        for memory in self.memories.values():
-            memory.close()
-
-    def close_with(self, rank: RankHandle) -> None:
-        """Keep adopted memory until the rank is closed: `share_all` finds it again. Keep nothing else."""
-        for own in self.memories.values():
-            if own.placement is MemoryPlacement.ADOPTED and isinstance(own.memory, SealedMemory):
-                rank.call_at_close(own.memory.close)
+def resume_regions(rank: RankHandle, regions: Sequence[TensorRegion], timeout_s: float = 30.0) -> None:
+    """Do the same for the allocations of the rank's regions."""
+    shared = share_regions(regions, [MemoryPlacement.RESIDENT] if rank.is_resident else OF_CHILD)
+    _close_with(rank, shared)
+    rank.resume(shared, timeout_s)
 
 
-def _share(tensors: Mapping[str, TensorLike], placements: Sequence[str]) -> _SharedTensors:
-    return _SharedTensors(share_all(tensors, placements))
+def _regions(tensors: Mapping[str, NamedTensor]) -> Sequence[TensorRegion]:
+    return tensor_regions({name: named.tensor for name, named in tensors.items()})
+
+
+def _close_with(rank: RankHandle, shared: Mapping[str, SharedMemory]) -> None:
+    """Keep adopted memory until the rank is closed: `share_regions` finds it again. Keep nothing else."""
+    for own in shared.values():
+        if own.placement is MemoryPlacement.ADOPTED and isinstance(own.memory, SealedMemory):
+            rank.call_at_close(own.memory.close)

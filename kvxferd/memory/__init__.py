@@ -7,7 +7,7 @@ the calls that need them.
 from kvxferd.memory.fence import FencePage
 from kvxferd.memory.mapping import Mapping, map_memfd
 from kvxferd.memory.memfd import SealedMemory
-from kvxferd.memory.share import MemoryPlacement, SharedMemory, share, share_all
+from kvxferd.memory.share import MemoryPlacement, SharedMemory, share, share_all, share_regions
 from kvxferd.memory.validate import check_memfd
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "map_memfd",
     "share",
     "share_all",
+    "share_regions",
 ]

@@ -95,8 +95,15 @@ def share_all(
         EngineError: no placement works (`region-not-exportable`); the message lists each and why.
         LayoutError: a tensor has no memory.
     """
+    return share_regions(tensor_regions(tensors), placements)
+
+
+def share_regions(
+    regions: Sequence[TensorRegion], placements: Sequence[str] | None = None
+) -> dict[str, SharedMemory]:
+    """Return these allocations by region id, shared as `share_all` does."""
     wanted = tuple(MemoryPlacement) if placements is None else tuple(map(_placement, placements))
-    regions, shared = tensor_regions(tensors), dict[str, SharedMemory]()
+    shared: dict[str, SharedMemory] = {}
     try:
         for region in regions:
             shared[region.region] = _share_region(region, wanted)
@@ -121,18 +128,20 @@ def _placement(name: str) -> MemoryPlacement:
 
 def _share_region(region: TensorRegion, wanted: Sequence[MemoryPlacement]) -> SharedMemory:
     passed_over: dict[MemoryPlacement, str] = {}
+    last: Exception | None = None
     for placement in wanted:
         try:
             memory, offset = _MAKERS[placement](region)
         except (KvxferdError, OSError) as error:
             passed_over[placement] = error.message if isinstance(error, KvxferdError) else str(error)
+            last = error
             continue
         return SharedMemory(memory, offset, region.size_bytes, placement, passed_over, region.owners)
     reasons = "; ".join(f"{placement}: {why}" for placement, why in passed_over.items())
     raise EngineError(
         f"cannot share tensor {region.region!r}, {region.size_bytes} bytes on {region.device}: {reasons}",
         Code.REGION_NOT_EXPORTABLE,
-    )
+    ) from last
 
 
 def _as_resident(shared: SharedMemory, region: TensorRegion) -> SharedMemory:

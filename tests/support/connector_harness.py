@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxferd.client import Publisher, Region, connect
+from kvxferd.client import Publisher, connect
 from kvxferd.client.gpu_events import Completion
 from kvxferd.ids import EngineId, Generation, GroupName, RegionId
 from kvxferd.integrations.vllm.layout.facts import CacheGroup, CacheKind
@@ -26,7 +26,7 @@ from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
 from kvxferd.integrations.vllm.session.scheduler import ConnectorScheduler
 from kvxferd.integrations.vllm.session.worker import ConnectorWorker, Results
-from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
+from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, TensorRegion, UnitRange
 from kvxferd.memory import SealedMemory
 from tests.support.nodes.daemon import Daemon
 
@@ -158,24 +158,23 @@ class EngineUnderTest:
         publishes: bool = False,
         deadline_s: float = 10.0,
         lease_s: float | None = None,
-        mirror: Callable[[SealedMemory], Any] | None = None,
         launched: Callable[[], Completion] | None = None,
-        tag: str = "",
         early: EarlyPullLimits | None = None,
+        generation: str = "",
         recomputes_failed: bool = False,
     ) -> None:
-        """`tag`: what the generation begins with. `early`: requests are read while they are computed."""
+        """`early`: requests are read while they are computed."""
         self._stack = ExitStack()
-        self.needs_ready = bool(mirror or launched or early)
+        reports_ready = bool(launched or early)
         self.memory = self._stack.enter_context(SealedMemory.create(NUM_BLOCKS * BLOCK_BYTES, "test-vllm"))
         self.bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
         self._stack.callback(lambda: setattr(self, "bytes", None))
-        self.engine_id, self.generation = engine_id, Generation(tag + secrets.token_hex(4))
+        self.engine_id, self.generation = engine_id, Generation(generation or secrets.token_hex(4))
         spec = EngineSpec(
             engine_id=EngineId(engine_id),
             generation=self.generation,
             num_layers=1,
-            publish_implies_ready=not self.needs_ready,
+            publish_implies_ready=not reports_ready,
         )
         self.rank = connect(daemon.worker_socket, name=engine_id).register(
             spec, LAYOUT, {RegionId("kv"): self.memory}, timeout_s=30
@@ -183,26 +182,27 @@ class EngineUnderTest:
         self.worker = ConnectorWorker(
             self.rank,
             deadline_s,
+            reports_ready=reports_ready,
             recomputes_failed=recomputes_failed,
-            bounce_buffers=None if mirror is None else mirror(self.memory),
             record_launched=launched,
         )
         self._stack.callback(self.worker.close)
         self.scheduler = ConnectorScheduler(groups, lease_s=lease_s, early=early)
         self.pool = CachePool()
-        self.scheduler.bind(self.pool)
-        self._stack.callback(self.scheduler.close)
+        if early is not None:
+            self.scheduler.publishing.cache = self.pool
+        self._stack.callback(self.scheduler.publishing.close)
         self.publisher: Publisher | None = None
         if publishes:
             self.publisher = connect(daemon.worker_socket, name=f"{engine_id} scheduler").attach(
                 engine_id, self.generation
             )
-            self.scheduler.attach(self.publisher, self.needs_ready)
+            self.scheduler.publishing.publisher = self.publisher
 
     def step(self, scheduled: Collection[str] = (), preempted: Collection[str] = ()) -> Results:
         """One engine step without a forward pass."""
         orders = pickle.loads(pickle.dumps(self.scheduler.build_step_metadata(scheduled, preempted)))
-        self.worker.start_step(orders, needs_ready=self.needs_ready)
+        self.worker.start_step(orders)
         results = self.worker.collect_results()
         self.scheduler.pulls_ended(results.received)
         return results
@@ -217,7 +217,6 @@ class EngineUnderTest:
             total.sent |= one.sent
             total.received |= one.received
             total.failed |= one.failed
-            total.failed_block_ids |= one.failed_block_ids
             time.sleep(0.001)  # as vLLM's engine does when nothing ran
         return total
 
@@ -257,9 +256,9 @@ class EngineUnderTest:
         request.status = Status.FINISHED_ABORTED
         assert self.scheduler.request_ended(request, (ids,)) == (False, None)
 
-    def region(self) -> list[Region]:
+    def regions(self) -> list[TensorRegion]:
         """Its memory, as it is registered."""
-        return [Region(RegionId("kv"), self.memory)]
+        return [TensorRegion(RegionId("kv"), self.bytes.ctypes.data, self.memory.size_bytes, "cpu", ())]
 
     def close(self) -> None:
         self._stack.close()

@@ -9,6 +9,7 @@ MISSING fail while the ranks are placed. In each case one rank publishes, and an
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import sys
@@ -20,14 +21,13 @@ from typing import Any
 import numpy as np
 
 from kvxferd.client import BlockList, Delivered, RankHandle
+from kvxferd.engine.registration import OF_CHILD, register_regions
 from kvxferd.errors import KvxferdError
-from kvxferd.ids import EngineId, Generation, RegionId
+from kvxferd.ids import RegionId
 from kvxferd.import_blocking import block_import
-from kvxferd.integrations.vllm.layout.derivation import DerivedCaches
-from kvxferd.integrations.vllm.memory.gpu_placement import gpu_placement_search
-from kvxferd.integrations.vllm.memory.memory_sharing import register_rank, share_rank
-from kvxferd.integrations.vllm.options import read_options
+from kvxferd.integrations.vllm.memory.placement_advice import failure_of
 from kvxferd.layout import EngineSpec, TensorRegion
+from kvxferd.memory import MemoryPlacement
 from tests.support.connector_harness import BLOCK_BYTES, BLOCK_TOKENS, LAYOUT, NAME, NUM_BLOCKS
 from tests.support.tensor_allocators import TensorStore
 
@@ -41,30 +41,35 @@ def main(socket: str, driver: str, *cases: str) -> None:
 
 
 def run(socket: str, driver: str, setting: str, memory: str, missing: str = "") -> dict[str, Any]:
-    options = read_options({"socket": socket, "gpu_placement": setting, "connect_timeout_s": WAIT_S})
+    placements = {"auto": None, "child": OF_CHILD, "resident": (MemoryPlacement.RESIDENT,)}[setting]
     stores = [TensorStore(SIZE, memory, driver) for _ in range(2)]
-    searches = [gpu_placement_search(f"rank (0, 0) of {name}", setting) for name in ("source", "sink")]
     ranks: list[RankHandle] = []
+    reports: list[str] = []
+    log = logging.getLogger(f"placed.{setting}.{memory}.{missing}")
+    log.setLevel(logging.INFO)
+    log.addFilter(lambda record: reports.append(record.getMessage()))  # type: ignore[arg-type,func-returns-value]
     with ExitStack() as stack:
         try:
             with without(missing):
-                for number, (store, search) in enumerate(zip(stores, searches, strict=True)):
+                for number, store in enumerate(stores):
                     storage = store.tensor.untyped_storage()
-                    regions = (TensorRegion(RegionId("kv"), storage.data_ptr(), SIZE, "cuda", (storage,)),)
-                    derived = DerivedCaches(LAYOUT, regions, {})
-                    sharing = share_rank(derived, options, search)
-                    spec = EngineSpec(
-                        engine_id=EngineId(f"{setting}-{memory}-{number}"),
-                        generation=Generation("g"),
-                        num_layers=1,
-                        publish_implies_ready=True,
+                    spec = EngineSpec(f"{setting}-{memory}-{number}", "g", 1, publish_implies_ready=True)
+                    rank = register_regions(
+                        socket,
+                        spec,
+                        LAYOUT,
+                        [TensorRegion(RegionId("kv"), storage.data_ptr(), SIZE, "cuda", (storage,))],
+                        placements=placements,
+                        timeout_s=WAIT_S,
+                        explain=lambda error: str(failure_of(error)),
+                        log=log,
                     )
-                    ranks.append(register_rank(sharing, derived, options, spec, time.monotonic() + WAIT_S))
-                    stack.callback(ranks[-1].close)
+                    ranks.append(rank)
+                    stack.callback(rank.close)
         except KvxferdError as error:
             return {"code": error.code, "message": error.message}
         is_right = move(*ranks, *stores)
-    return {"reports": [search.report() for search in searches], "is_right": is_right}
+    return {"reports": reports, "is_right": is_right}
 
 
 @contextmanager

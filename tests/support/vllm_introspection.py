@@ -7,7 +7,7 @@ python real_vllm.py windows
 python real_vllm.py topology TP,REMOTE_TP...
 python real_vllm.py hooks
 python real_vllm.py layouts
-python real_vllm.py handshake SOCKET ENGINE_ID START GENERATION BLOCK_TOKENS CHILD,CHILD...
+python real_vllm.py handshake SOCKET ENGINE_ID START BLOCK_TOKENS CHILD,CHILD...
 """
 
 from __future__ import annotations
@@ -383,13 +383,12 @@ HANDSHAKING = {
 
 
 def handshake(
-    socket_path: str, engine_id: str, start: str, generation: str, block_tokens: int, children: list[str]
+    socket_path: str, engine_id: str, start: str, block_tokens: int, children: list[str]
 ) -> dict[str, object]:
     """What its MultiConnector, or ours alone, makes of two stages' handshakes and of the first request.
 
     The ranks are registered at `socket_path` by the caller. `start` is vLLM's name of the start. `children`
-    are `ours`, `handshaking` and `example`; one alone is not wrapped. The first request ends before
-    anything came from a worker's step.
+    are `ours`, `handshaking` and `example`; one alone is not wrapped.
     """
     from types import SimpleNamespace
 
@@ -398,11 +397,6 @@ def handshake(
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.outputs import KVConnectorOutput
-
-    from kvxferd.ids import Generation
-    from kvxferd.integrations.vllm import KvxferdConnector
-    from kvxferd.integrations.vllm.session.step_metadata import EngineReport
 
     known = {
         "ours": OURS | {"kv_connector_extra_config": {"socket": socket_path}},
@@ -428,42 +422,32 @@ def handshake(
     caches = KVCacheConfig(32, [], [KVCacheGroupSpec(["model.layers.0.attn"], spec)])
 
     content: dict[tuple[int, int], object] = {}
-    steps = []
     for stage in range(2):
         worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         kv_transfer_state._KV_CONNECTOR_AGENT = worker
-        for one in getattr(worker, "sub_connectors", [worker]):
-            if isinstance(one, KvxferdConnector):
-                engine = EngineReport(engine_id, Generation(generation), needs_ready=False)
-                one._registered_engine = engine  # as `register_kv_caches` leaves it
         if (sent := worker.get_handshake_metadata()) is not None:
             content[stage, 0] = sent
-        steps.append(worker.build_connector_worker_meta())
     scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches)
     scheduler.set_xfer_handshake_metadata_pp_aware(content)
 
-    def finish(name: str) -> object:
-        request = SimpleNamespace(
-            request_id=name,
-            num_prompt_tokens=2 * block_tokens,
-            num_computed_tokens=2 * block_tokens,
-            kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False},
-            status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
-            prompt_token_ids=None,
-            max_tokens=1,
-        )
-        scheduler.on_new_request(request)
-        keeps, params = scheduler.request_finished_all_groups(request, ([1, 2],))
-        return params if keeps else None
-
-    first = finish("first")
-    output = KVConnectorOutput(kv_connector_worker_meta=steps[0].aggregate(steps[1]))
-    scheduler.update_connector_output(output)
+    request = SimpleNamespace(
+        request_id="first",
+        num_prompt_tokens=2 * block_tokens,
+        num_computed_tokens=2 * block_tokens,
+        kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False},
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        prompt_token_ids=None,
+        max_tokens=1,
+    )
+    scheduler.on_new_request(request)
+    keeps, params = scheduler.request_finished_all_groups(request, ([1, 2],))
     siblings = [getattr(one, "ranks", None) for one in getattr(scheduler, "sub_connectors", [])]
-    found = {"sent": [type(one).__name__ for one in content.values()], "first": first}
-    found |= {"second": finish("second"), "siblings": siblings}
     scheduler.shutdown()
-    return found
+    return {
+        "sent": [type(one).__name__ for one in content.values()],
+        "first": params if keeps else None,
+        "siblings": siblings,
+    }
 
 
 if __name__ == "__main__":
@@ -479,6 +463,6 @@ if __name__ == "__main__":
         "windows": windows,
         "statistics": statistics,
         "packing": lambda: packing(rest[0], int(rest[1])),
-        "handshake": lambda: handshake(*rest[:4], int(rest[4]), rest[5].split(",")),
+        "handshake": lambda: handshake(*rest[:3], int(rest[3]), rest[4].split(",")),
     }
     print("ANSWER " + json.dumps(asked[what]()))

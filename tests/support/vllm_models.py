@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvxferd.ids import Rank
-from kvxferd.integrations.vllm.identity import spec_of_rank
+from kvxferd.integrations.vllm.identity import engine_spec
 from kvxferd.integrations.vllm.layout.derivation import derive_layout
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.layout.specs import read_layers, read_worker
@@ -68,7 +68,7 @@ class VllmModel:
         tensors = {layer: tensor_of(one) for layer, (one, _) in made.items()}
         derived = derive_layout(tensors, layers, CacheGroups.from_vllm(config, caches), worker)
         assert derived.opaque_layers == {}
-        declared = spec_of_rank(
+        declared = engine_spec(
             config, **place, generation="g", home="", fingerprint=name, publish_implies_ready=True
         )
         return declared, derived.layout

@@ -192,8 +192,12 @@ class PagedRank:
             strides = (states * content, content) if how.order == "HN" else (content, slots * content)
             placed.append(PlacedCache(cache, facts, *place, strides, states, per_id))
         num_bytes = block_stride * how.num_blocks if how.is_packed else start
-        memory = torch.full((num_bytes,), POISON, dtype=torch.uint8)
+        memory = self.allocate(num_bytes).fill_(POISON)
         return memory, placed, {one.cache.name: one.tensor(memory, how.num_blocks) for one in placed}
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return the rank's memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def _page(self, cache: Cache) -> tuple[int, int, int]:
         """Return the states of a kernel block, the kernel blocks of an id, and the bytes of an id."""

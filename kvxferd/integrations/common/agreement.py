@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-import torch.distributed
-
 T = TypeVar("T")
 
 
@@ -16,6 +14,8 @@ def gather_from_ranks(groups: Iterable[Any], own: T) -> list[T]:
     `groups`: torch's coordinators, of which each has a `world_size` and a `cpu_group`: the tensor-parallel
     one, then that of the pipeline stages.
     """
+    import torch.distributed
+
     gathered = [own]
     for group in groups:
         if group.world_size > 1:

@@ -20,13 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvxferd.integrations.vllm.generation import start_tag
+from kvxferd.client import connect
+from kvxferd.integrations.vllm.identity import start_generation
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.layout.support import version_of_opaque_caches, version_warning
 from kvxferd.integrations.vllm.memory.cache_pool import PoolOffer, offer_pool
@@ -35,13 +35,8 @@ from kvxferd.integrations.vllm.options import read_options
 from kvxferd.integrations.vllm.registration import derive_caches, register_caches
 from kvxferd.integrations.vllm.session import sleep
 from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
-from kvxferd.integrations.vllm.session.publisher_session import (
-    open_publisher,
-    open_publisher_by_id,
-    open_publisher_in_thread,
-)
 from kvxferd.integrations.vllm.session.scheduler import ConnectorScheduler
-from kvxferd.integrations.vllm.session.step_metadata import EngineReport, StepMetadata
+from kvxferd.integrations.vllm.session.step_metadata import StepMetadata
 from kvxferd.integrations.vllm.session.worker import ConnectorWorker, Results
 
 _LOG = init_logger("vllm.kvxferd")
@@ -52,24 +47,6 @@ class KvxferdMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """One step's metadata, from the scheduler to the workers."""
 
     step: StepMetadata
-
-
-@dataclass
-class KvxferdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """The engine that a worker has registered, sent once at start."""
-
-    engine: EngineReport
-
-
-@dataclass
-class KvxferdWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The same, sent with the first step: inside MultiConnector the workers send no handshake of ours."""
-
-    engine: EngineReport
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return this one: all ranks send the same."""
-        return self
 
 
 class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -91,9 +68,6 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         self._pool_offer = PoolOffer()
-        self._registered_engine: EngineReport | None = None
-        self._has_reported_engine = False
-        self._step_results = Results()
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(
                 self._groups,
@@ -123,7 +97,7 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         None: vLLM allocates as it does without a connector, and the cache's mover will be a thread here.
         """
-        self._pool_offer = offer_pool(self._options.gpu_placement, is_child=is_child_connector(self))
+        self._pool_offer = offer_pool(self._options.placement, is_child=is_child_connector(self))
         if self._pool_offer.failure is not None:
             _LOG.info("the cache is not allocated in a pool of kvxferd: %s", self._pool_offer.failure)
         return None if self._pool_offer.pool is None else self._pool_offer.pool.context()
@@ -132,16 +106,14 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Register this rank's caches, tensors by layer name, with the daemon. Blocks, at engine start.
 
         Raises LayoutError, naming the layer, for a cache that is not supported, and KvxferdError where the
-        daemon does not accept the rank within ``connect_timeout_s``, or no placement of GPU memory works.
+        daemon does not accept the rank within ``connect_timeout_s``, or no placement works.
         """
         version = version_of_opaque_caches(self._options.opaque_cache_version, vllm.__version__)
         derived = derive_caches(kv_caches, self._kv_cache_config, self._vllm_config, version)
         devices = {storage.device for storage in derived.storages}
         sleep.check_backend(self._vllm_config.model_config, devices, KVConnectorBase_V1)
-        self._worker, self._registered_engine, shared = register_caches(
-            self._vllm_config, derived, self._options, self._pool_offer.failure
-        )
-        sleep.add_worker(self._worker, shared.export_again, self._pool_offer.pool)
+        self._worker = register_caches(self._vllm_config, derived, self._options, self._pool_offer.failure)
+        sleep.add_worker(self._worker, derived.storages, self._pool_offer.pool)
 
     def unregister_kv_caches(self) -> None:
         """Return once no other process maps this rank's caches. vLLM 0.33 calls it before it sleeps.
@@ -154,22 +126,12 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Register the caches again. vLLM 0.33 calls it after it wakes."""
         sleep.resume_workers(None)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return the registered engine, for the scheduler; None where vLLM's connector is not this one.
-
-        MultiConnector takes the first child's metadata and passes it to every child. Others refuse ours
-        (NixlConnector), or any from a second pipeline stage (vLLM's base class): the engine would not start.
-        """
-        if self._registered_engine is None or is_child_connector(self):
-            return None
-        return KvxferdHandshake(self._registered_engine)
-
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Start what the scheduler decided for a step, before its forward pass."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, KvxferdMetadata)
-        if self._worker is not None and self._registered_engine is not None:
-            self._worker.start_step(connector_metadata.step, needs_ready=self._registered_engine.needs_ready)
+        if self._worker is not None:
+            self._worker.start_step(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do nothing: loads began when the metadata was bound."""
@@ -185,52 +147,32 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose transfers ended since the last step. Failed ones are also received."""
-        self._step_results = self._worker.collect_results() if self._worker is not None else Results()
+        results = self._worker.collect_results() if self._worker is not None else Results()
         return KVConnectorTransferResults(
-            finished_sending=self._step_results.sent,
-            finished_recving=self._step_results.received,
-            failed_recving=self._step_results.failed,
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return (sent, received) request ids since the last step, for a vLLM that gets failures apart."""
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending or None, results.finished_recving or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the block ids of failed pulls, for engines with one cache group."""
-        return self._step_results.failed_block_ids
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return the registered engine once more, with the first step."""
-        if self._has_reported_engine or self._registered_engine is None:
-            return None
-        self._has_reported_engine = True
-        return KvxferdWorkerMetadata(self._registered_engine)
 
     # --- scheduler
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Become the publisher of the engine that all workers report. Raises ValueError if they differ.
+        """Become the publisher of this engine: all workers are registered by now. Raises KvxferdError.
 
-        Inside MultiConnector the metadata is another child's, or empty. All workers are registered by now,
-        so the daemon is asked for the engine by its id: the first step's requests are published too.
+        The metadata is empty, or another child's inside MultiConnector: this connector's workers send none.
         """
-        engines = {sent.engine for sent in metadata.values() if isinstance(sent, KvxferdHandshake)}
-        if len(engines) > 1:
-            raise ValueError(f"the workers of one engine are of several: {sorted(map(str, engines))}")
-        if not self._needs_publisher:
-            return
         assert self._scheduler is not None
-        for engine in engines:
-            self._scheduler.attach(open_publisher(self._options, engine), engine.needs_ready)
-            return
-        tag = start_tag(self._vllm_config)
-        publisher = open_publisher_by_id(self._options, self._kv_transfer_config.engine_id, tag)
-        if publisher is not None:
-            self._scheduler.attach(publisher)
+        if self._kv_transfer_config.is_kv_producer and self._scheduler.publishing.publisher is None:
+            engine_id, options = self._kv_transfer_config.engine_id, self._options
+            connection = connect(
+                options.socket, timeout_s=options.connect_timeout_s, name=f"vllm {engine_id} scheduler"
+            )
+            try:
+                publisher = connection.attach(engine_id, start_generation(self._vllm_config))
+            except BaseException:
+                connection.close()
+                raise
+            self._scheduler.publishing.publisher = publisher
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Do the same for a vLLM that passes no pipeline ranks."""
@@ -240,11 +182,12 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take vLLM's cache manager, without which no request is published before it ends."""
         super().bind_kv_cache_manager(kv_cache_manager)
         assert self._scheduler is not None
-        self._scheduler.bind(kv_cache_manager)
+        if self._options.progressive:
+            self._scheduler.publishing.cache = kv_cache_manager
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of requests that vLLM has preempted come free once nobody reads them."""
-        return self._scheduler is not None and self._scheduler.has_pending_frees
+        return self._scheduler is not None and self._scheduler.publishing.has_pending_frees()
 
     def on_new_request(self, request: Any) -> None:
         """Prepare the request's pull."""
@@ -285,14 +228,6 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Record the transfers that ended on all workers."""
         assert self._scheduler is not None
-        sent = connector_output.kv_connector_worker_meta
-        if (
-            isinstance(sent, KvxferdWorkerMetadata)
-            and self._kv_transfer_config.is_kv_producer
-            and not self._scheduler.confirm(sent.engine)
-        ):
-            pending = open_publisher_in_thread(self._options, sent.engine)
-            self._scheduler.attach_later(pending, sent.engine.needs_ready)
         self._scheduler.pulls_ended(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -340,7 +275,7 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.close()
             sleep.remove_worker(self._worker)
         if self._scheduler is not None:
-            self._scheduler.close()
+            self._scheduler.publishing.close()
 
     def _early_pull_limits(self) -> EarlyPullLimits | None:
         options = self._options
@@ -348,11 +283,6 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         num_blocks = int(options.progressive_blocks * self._kv_cache_config.num_blocks)
         return EarlyPullLimits(options.progressive_requests, num_blocks)
-
-    @property
-    def _needs_publisher(self) -> bool:
-        assert self._scheduler is not None
-        return self._kv_transfer_config.is_kv_producer and not self._scheduler.is_attached
 
 
 def is_child_connector(connector: KvxferdConnector) -> bool:

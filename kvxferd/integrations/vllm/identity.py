@@ -1,41 +1,38 @@
-"""A vLLM engine's spec, and a fingerprint of its model that two engines can compare."""
+"""A vLLM engine's generation and spec, and a fingerprint of its model that two engines can compare."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, Generation
+from kvxferd.integrations.common.agreement import gather_from_ranks
 from kvxferd.integrations.common.model_digest import Model, digest_of_model
 from kvxferd.integrations.vllm.layout import specs
 from kvxferd.layout import EngineSpec
 
 
-def engine_spec(
-    vllm_config: Any,
-    *,
-    generation: str,
-    home: str = "",
-    fingerprint: str = "",
-    publish_implies_ready: bool = True,
-) -> EngineSpec:
-    """Return this worker's spec. Its position in the engine is read from vLLM.
+def start_generation(vllm_config: Any) -> Generation:
+    """Return the generation that this start of an engine has, on the node of its first rank.
 
-    A data-parallel replica is an engine of its own: vLLM appends its rank to the engine's id.
-    `fingerprint` replaces the derived one where an operator sets it.
+    vLLM names each start by its time in nanoseconds, and passes that name to every process of its scheduler's
+    node. Raises EngineError for a vLLM without it.
     """
-    tp_rank, pp_rank, _ = specs.read_position(vllm_config)
-    return spec_of_rank(
-        vllm_config,
-        tp_rank=tp_rank,
-        pp_rank=pp_rank,
-        generation=generation,
-        home=home,
-        fingerprint=fingerprint or model_fingerprint(vllm_config),
-        publish_implies_ready=publish_implies_ready,
-    )
+    name = str(getattr(vllm_config, "instance_id", ""))
+    if not name:
+        raise EngineError("cannot use this vLLM: it does not name its starts (instance_id)", Code.BAD_VERSION)
+    return Generation(hashlib.blake2s(name.encode(), digest_size=8).hexdigest())
 
 
-def spec_of_rank(
+def agreed_generation(vllm_config: Any) -> Generation:
+    """Return the first rank's. Every worker of the engine calls this once; it blocks until all have."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return gather_from_ranks((get_tp_group(), get_pp_group()), start_generation(vllm_config))[0]
+
+
+def engine_spec(
     vllm_config: Any,
     *,
     tp_rank: int,
@@ -45,7 +42,10 @@ def spec_of_rank(
     fingerprint: str,
     publish_implies_ready: bool,
 ) -> EngineSpec:
-    """Return the spec of the rank `(pp_rank, tp_rank)`."""
+    """Return the spec of the rank `(pp_rank, tp_rank)`.
+
+    A data-parallel replica is an engine of its own: vLLM appends its rank to the engine's id.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     draft = specs.draft_model(vllm_config)
     draft_layers = 0 if draft is None else draft.get_total_num_hidden_layers()

@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvxferd.client.gpu_events import Completion
-from kvxferd.engine.placement_search import PlacementSearch
-from kvxferd.integrations.vllm.generation import agree_on_generation, start_tag
-from kvxferd.integrations.vllm.identity import engine_spec
+from kvxferd.engine.registration import OF_CHILD, register_regions
+from kvxferd.integrations.vllm.identity import agreed_generation, engine_spec, model_fingerprint
 from kvxferd.integrations.vllm.layout import specs
 from kvxferd.integrations.vllm.layout.derivation import DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.layout.opaque import opaque_report
-from kvxferd.integrations.vllm.memory.gpu_placement import PlacementFailure, gpu_placement_search
-from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches, register_rank, share_rank
-from kvxferd.integrations.vllm.options import Options, home_of
-from kvxferd.integrations.vllm.session.step_metadata import EngineReport
+from kvxferd.integrations.vllm.memory.placement_advice import PlacementFailure, failure_of
+from kvxferd.integrations.vllm.options import Options
 from kvxferd.integrations.vllm.session.worker import ConnectorWorker
+from kvxferd.memory import MemoryPlacement
 
 _LOG = logging.getLogger("vllm.kvxferd")
+
+_PLACEMENTS = {"auto": None, "child": OF_CHILD, "resident": (MemoryPlacement.RESIDENT,)}
 
 
 def derive_caches(
@@ -64,42 +64,44 @@ def _device_index(kv_caches: Mapping[str, Any]) -> int:
     return 0
 
 
-class RegisteredCaches(NamedTuple):
-    """What `register_caches` made."""
-
-    worker: ConnectorWorker  # the rank's side of the connector
-    engine: EngineReport  # as the scheduler needs it
-    shared: SharedCaches
-
-
 def register_caches(
     vllm_config: Any, derived: DerivedCaches, options: Options, pool_failure: PlacementFailure | None = None
-) -> RegisteredCaches:
-    """Register this worker's caches. Blocks, at engine start. Raises KvxferdError.
+) -> ConnectorWorker:
+    """Register this worker's caches with the first placement that works. Blocks, at engine start.
 
-    A cache in GPU memory is registered with the first placement that works; without one the error names
-    each and why. `pool_failure`: why the cache is not in the connector's pool. Every worker of the engine
-    must call this, because they agree on the generation together.
+    `pool_failure`: why the cache is not in the connector's pool. Every worker of the engine must call this,
+    because they agree on the generation together. Raises KvxferdError.
     """
-    is_on_device = any(s.device != "cpu" for s in derived.storages)
-    search = _placement_search(vllm_config, options, pool_failure) if is_on_device else None
-    sharing = share_rank(derived, options, search)
+    import torch
+
+    is_on_device = any(storage.device != "cpu" for storage in derived.storages)
     # vLLM returns a step's tokens while the draft of that step still writes its own layers.
     is_ahead = specs.draft_model(vllm_config) is not None and is_on_device
     # Of a request that is read while it is computed, each rank reports its own part.
     is_progressive = options.progressive and vllm_config.kv_transfer_config.is_kv_producer
-    generation, needs_ready = agree_on_generation(
-        start_tag(vllm_config), sharing.shared.bounce_buffers is not None or is_ahead or is_progressive
-    )
+    reports_ready = is_ahead or is_progressive
+    tp_rank, pp_rank, _ = specs.read_position(vllm_config)
     spec = engine_spec(
         vllm_config,
-        generation=generation,
-        home=home_of(options),
-        fingerprint=options.model_fingerprint,
-        publish_implies_ready=not needs_ready,
+        tp_rank=tp_rank,
+        pp_rank=pp_rank,
+        generation=agreed_generation(vllm_config),
+        home=options.home,
+        fingerprint=options.model_fingerprint or model_fingerprint(vllm_config),
+        publish_implies_ready=not reports_ready,
     )
     began = time.monotonic()
-    rank = register_rank(sharing, derived, options, spec, began + options.connect_timeout_s)
+    rank = register_regions(
+        options.socket,
+        spec,
+        derived.layout,
+        derived.storages,
+        placements=_PLACEMENTS[options.placement],
+        timeout_s=options.connect_timeout_s,
+        explain=lambda error: str(failure_of(error, pool_failure, torch.version.cuda or "")),
+        insist='set "placement": "resident"',
+        log=_LOG,
+    )
     _LOG.info(
         "rank (%d, %d) of %s@%s is registered at %s: %d layers, %.1f MiB, %.3f s",
         spec.pp_rank,
@@ -111,15 +113,13 @@ def register_caches(
         sum(region.size_bytes for region in derived.layout.regions) / 2**20,
         time.monotonic() - began,
     )
-    worker = ConnectorWorker(
+    return ConnectorWorker(
         rank,
         options.pull_deadline_s,
+        reports_ready=reports_ready,
         recomputes_failed=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
-        bounce_buffers=sharing.shared.bounce_buffers,
         record_launched=_record_event if is_ahead or (is_progressive and is_on_device) else None,
     )
-    registered = EngineReport(str(spec.engine_id), generation, needs_ready)
-    return RegisteredCaches(worker, registered, sharing.shared)
 
 
 def _record_event() -> Completion:
@@ -129,13 +129,3 @@ def _record_event() -> Completion:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _placement_search(
-    vllm_config: Any, options: Options, pool_failure: PlacementFailure | None
-) -> PlacementSearch:
-    import torch
-
-    tp_rank, pp_rank, _ = specs.read_position(vllm_config)
-    rank = f"rank ({pp_rank}, {tp_rank}) of {vllm_config.kv_transfer_config.engine_id}"
-    return gpu_placement_search(rank, options.gpu_placement, pool_failure, torch.version.cuda or "")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
-from kvxferd.integrations.vllm.session.step_metadata import ExtendSpec
+from kvxferd.integrations.vllm.session.step_metadata import StepMetadata, WrittenSpec
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest, Request, Status
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
@@ -124,7 +124,7 @@ class Overlap:
 
     def check_delivered(self, name: str = "d-1", cached: int = 0) -> None:
         results = self.decode.step_until(lambda r: name in r.received, "the pull is over")
-        assert (results.failed, results.failed_block_ids) == (set(), set())
+        assert results.failed == set()
         tokens = self.decode.bytes[INTO].reshape(-1, 64)[cached:NUM_TOKENS]
         assert (tokens == CONTENT).all()
 
@@ -143,8 +143,8 @@ def overlap(shared_overlap: Overlap) -> Iterator[Overlap]:
     shared_overlap.settle()
 
 
-def extends(engine: EngineUnderTest, *scheduled: str) -> list[ExtendSpec]:
-    return engine.scheduler.build_step_metadata(scheduled).extends
+def extends(engine: EngineUnderTest, *scheduled: str) -> list[WrittenSpec]:
+    return engine.scheduler.build_step_metadata(scheduled).written
 
 
 def test_each_step_reports_what_the_steps_before_it_wrote(overlap: Overlap) -> None:
@@ -178,7 +178,7 @@ def test_a_prefix_hit_is_reported_with_the_second_step(overlap: Overlap) -> None
     request = overlap.add(ref, overlap.prefill)
     request.num_computed_tokens = 8
     assert extends(overlap.prefill, "p-1") == []
-    assert extends(overlap.prefill, "p-1") == [ExtendSpec(ref["transfer_id"], 8)]
+    assert extends(overlap.prefill, "p-1") == [WrittenSpec(ref["transfer_id"], 8)]
     overlap.start_decode(ref)
     overlap.end_prefill(request)
     overlap.prefill.step()
@@ -226,15 +226,17 @@ def test_a_preempted_request_takes_its_transfer_back_and_keeps_its_blocks_until_
     overlap.start_decode(ref)
     overlap.decode.step()
     scheduler = overlap.prefill.scheduler
-    assert not scheduler.has_pending_frees
+    assert not scheduler.publishing.has_pending_frees()
     request.status, request.num_computed_tokens = Status.PREEMPTED, 0
-    assert scheduler.has_pending_frees, "vLLM need not preempt another"
+    assert scheduler.publishing.has_pending_frees(), "vLLM need not preempt another"
     assert overlap.prefill.pool.kept == IDS[:2]
     scheduler.build_step_metadata((), ["p-1"])
     results = overlap.decode.step_until(lambda r: bool(r.received), "the pull has failed")
-    assert results.failed_block_ids == set(INTO)
-    wait_until(lambda: scheduler.build_step_metadata().is_empty and not overlap.prefill.pool.kept, "freed")
-    assert not scheduler.has_pending_frees
+    assert results.failed == {"d-1"}
+    wait_until(
+        lambda: scheduler.build_step_metadata() == StepMetadata() and not overlap.prefill.pool.kept, "freed"
+    )
+    assert not scheduler.publishing.has_pending_frees()
     # It is computed again, and published for whoever asks by the new reference.
     request.status = Status.WAITING
     overlap.prefill.step(["p-1"])

@@ -200,7 +200,7 @@ def test_a_decode_engine_that_fails_leaves_the_request_to_the_next(
         params = json.loads(json.dumps(body["kv_transfer_params"]))
         engine.decode("d-1", len(PROMPT), [1, 2], params)  # too few blocks
         results = engine.step_until(lambda results: bool(results.received), "the pull is over")
-        assert results.failed_block_ids
+        assert results.failed
         if how == "connection":
             raise ConnectionResetError("it is killed")
         return error(500, "its cache did not come")

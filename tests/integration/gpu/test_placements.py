@@ -41,28 +41,28 @@ def test_the_first_placement_that_works_delivers(fleet: Fleet, driver: str, verd
         "auto:pool:nixl,rixl" if driver == FAKE else "auto:pool",  # nixl is not needed here
         "auto:default",
         "resident:pool",
-        "exported:default",
+        "child:default",
     )
     assert exported.get("is_right"), exported
     if driver == FAKE:
-        assert [": exported. Its mover is a process" in r for r in exported["reports"]] == [True] * 2
+        assert [": child. Its mover is a process" in r for r in exported["reports"]] == [True] * 2
     else:
         verdicts += exported["reports"]
-    check_resident(plain, "; exported does not work: cannot export memory")
+    check_resident(plain, "; child does not work: cannot export memory")
     check_resident(pinned, "cannot be killed")
     assert refused["code"] == "region-not-exportable"
-    assert refused["message"].splitlines()[1].startswith("  exported: cannot export memory")
+    assert refused["message"].splitlines()[1].startswith("  child: cannot export memory")
 
 
 def test_a_daemon_that_refuses_the_memory_leaves_the_thread(fleet: Fleet, driver: str) -> None:
-    both, pinned, resident = place(fleet, driver, "none", "auto:pool:nixl,rixl", "exported:pool", "auto:pool")
-    assert both["code"] == "nixl-unavailable"
+    both, pinned, resident = place(fleet, driver, "none", "auto:pool:nixl,rixl", "child:pool", "auto:pool")
+    assert both["code"] == "region-not-exportable"
     heading, first, second = both["message"].splitlines()
-    assert heading == "cannot register rank (0, 0) of source: no placement of its GPU memory works"
-    assert "  exported: the daemon refused it" in first
+    assert heading == "cannot register rank (0, 0) of auto-pool-0: no placement works"
+    assert "  child: the daemon refused it" in first
     assert first.endswith("run where the daemon runs: kvxferd doctor --gpu")
-    assert "  resident: cannot import a transfer library" in second
+    assert "  resident: a mover in this process needs a transfer library" in second
     assert second.partition("pip install ")[2].startswith("'kvxferd[engine-gpu")
     assert pinned["code"] == "device-unavailable"
     assert len(pinned["message"].splitlines()) == 2
-    check_resident(resident, "; exported does not work: the daemon refused it: ")
+    check_resident(resident, "; child does not work: the daemon refused it: ")

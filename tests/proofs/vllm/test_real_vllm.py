@@ -5,13 +5,13 @@ Runs vLLM's interpreter, named by KVXFERD_VLLM_PYTHON.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import torch
 
 from docs.tools.vllm_tables import QUANT_MODES
 from kvxferd.ids import EngineId
+from kvxferd.integrations.vllm.identity import start_generation
 from kvxferd.integrations.vllm.layout import support
 from kvxferd.integrations.vllm.layout.facts import AttentionFacts, StateFacts
 from kvxferd.integrations.vllm.session.request_params import ref_from_params
@@ -226,13 +227,13 @@ def test_its_last_token_finds_all_of_its_window_whatever_the_prompts_length() ->
     assert send_request("windows") == {}
 
 
-OURS_SENT, OTHERS_SENT = ["KvxferdHandshake"] * 2, ["OwnHandshake"] * 2
+OTHERS_SENT = ["OwnHandshake"] * 2
 
 
 @pytest.mark.parametrize(
     ("children", "sent"),
     [
-        ("ours", OURS_SENT),
+        ("ours", []),
         ("ours,handshaking", OTHERS_SENT),
         ("handshaking,ours", OTHERS_SENT),
         ("ours,example", []),
@@ -242,14 +243,11 @@ OURS_SENT, OTHERS_SENT = ["KvxferdHandshake"] * 2, ["OwnHandshake"] * 2
 def test_two_stages_and_the_first_request_are_published_at_each_position_of_multi_connector(
     engine: Callable[..., EngineUnderTest], daemon: Daemon, children: str, sent: list[str]
 ) -> None:
-    tag = hashlib.blake2s(b"1732", digest_size=4).hexdigest()
-    generation = str(engine("prefill", tag=tag).generation)
-    known = daemon.worker_socket, "prefill", "1732", generation
-    found = send_request("handshake", *known, str(BLOCK_TOKENS), children)
+    generation = str(start_generation(SimpleNamespace(instance_id="1732")))
+    engine("prefill", generation=generation)
+    found = send_request("handshake", daemon.worker_socket, "prefill", "1732", str(BLOCK_TOKENS), children)
     assert found["sent"] == sent
-    for name in ("first", "second"):
-        params = found[name]
-        assert ref_from_params(params).generation == generation, name
+    assert ref_from_params(found["first"]).generation == generation
     handshakes = [ranks for ranks in found["siblings"] if ranks is not None]
     assert handshakes == [[[0, 0], [1, 0]]] * children.count("handshaking")
 

@@ -24,7 +24,6 @@ from kvxferd.cli.root import root
 from kvxferd.config import SETTINGS
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.integrations.vllm.memory.gpu_placement import placements_for
 from kvxferd.integrations.vllm.options import Options, read_options
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from tests.support.documented_commands import Command, blocks_of, commands_of
@@ -239,11 +238,11 @@ TEXT = " ".join(PAGE.read_text().split())
 def test_the_placements_are_those_of_the_setting() -> None:
     section = PAGE.read_text().partition("\n## Placements\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-    assert rows == [placement.value for placement in placements_for("auto")]
-    assert read_options({}).gpu_placement == "auto"
+    assert rows == ["child", "resident"]
+    assert read_options({}).placement == "auto"
     for placement in rows:
-        assert f'`"gpu_placement": "{placement}"`' in section
-        assert placements_for(read_options({"gpu_placement": placement}).gpu_placement) == (placement,)
+        assert f'`"placement": "{placement}"`' in section
+        assert read_options({"placement": placement}).placement == placement
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvxferd.ids import GroupName, RegionId
+from kvxferd.ids import RegionId
 from kvxferd.integrations.vllm.layout.attention import (
     attention_tensors,
     check_shape,
@@ -35,7 +35,6 @@ from kvxferd.integrations.vllm.layout.facts import (
 )
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.layout.opaque import is_opaque, opaque_page
-from kvxferd.integrations.vllm.layout.shared_pages import SharedPages
 from kvxferd.integrations.vllm.layout.states import state_tensors
 from kvxferd.integrations.vllm.layout.support import SUPPORT_PAGE, refusal_of_backend
 from kvxferd.layout import (
@@ -58,11 +57,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DerivedCaches:
-    """A rank's layout, the allocations behind its regions, and each group's tensors."""
+    """A rank's layout, and the allocations behind its regions."""
 
     layout: RankLayout
     storages: tuple[TensorRegion, ...]
-    tensors: Mapping[GroupName, tuple[torch.Tensor, ...]]
     opaque_layers: Mapping[str, int] = dataclasses.field(default_factory=dict)  # number, by backend or mixer
 
 
@@ -95,9 +93,7 @@ class _Derivation:
         self._names = dict(zip((g.index for g in groups.groups), groups.names, strict=True))
         self._storages: dict[int, TensorRegion] = {}
         self._per_id: dict[int, int] = {}  # kernel blocks in an id, by group
-        self._shared_pages = SharedPages()
         self._tensors: list[CacheTensor] = []
-        self._tensors_by_group: dict[GroupName, list[torch.Tensor]] = {name: [] for name in groups.names}
         self._layer_of: dict[tuple[int, str], str] = {}  # vLLM's name, by layer and component
         self._opaque_layers: collections.Counter[str] = collections.Counter()
         described = {layer.name for layer in layers}
@@ -106,7 +102,6 @@ class _Derivation:
             if layer.name not in kv_caches:
                 raise layer_error(layer.name, "vLLM registered no tensor for it")
             self._add_layer(layer, _as_tuple(kv_caches[layer.name]))
-        self._shared_pages.check()
         owned = {_identity(t) for name in described for t in _as_tuple(kv_caches[name])}
         for name in kv_caches.keys() - described:
             if any(_identity(tensor) not in owned for tensor in _as_tuple(kv_caches[name])):
@@ -122,8 +117,7 @@ class _Derivation:
             tensors=tuple(sorted(self._tensors, key=lambda t: (t.layer, t.component))),
             regions=tuple(RegionSpec(s.region, s.size_bytes) for s in self._storages.values()),
         )
-        blocks = {name: tuple(tensors) for name, tensors in self._tensors_by_group.items()}
-        return DerivedCaches(layout, tuple(self._storages.values()), blocks, self._opaque_layers)
+        return DerivedCaches(layout, tuple(self._storages.values()), self._opaque_layers)
 
     def _add_layer(self, layer: LayerFacts, tensors: tuple[torch.Tensor, ...]) -> None:
         """Describe one layer's cache."""
@@ -140,11 +134,9 @@ class _Derivation:
             for view in views:
                 self._check_num_blocks(layer, view)
             found = state_tensors(layer, layer.cache, key, views, name, self._worker)
-            self._shared_pages.add_state(layer, layer.cache, views[0].region)
         if any(map(is_opaque, found)):
             self._opaque_layers[layer.backend or getattr(layer.cache, "mixer", "")] += 1
         self._tensors += (self._with_own_component(layer, tensor) for tensor in found)
-        self._tensors_by_group[name].extend(tensors)
 
     def _attention_tensors(
         self, layer: LayerFacts, cache: AttentionFacts, key: LayerKey, view: TensorView, group: CacheGroup
@@ -159,7 +151,6 @@ class _Derivation:
             ring = ring_tensor(layer, cache, key, view, name)
             return [ring or opaque_page(layer, cache, key, view, group, name, self._worker)]
         self._check_blocks(layer, cache, group, view)
-        self._shared_pages.add_attention(view, kernel_block_tokens(cache, view), self._per_id[group.index])
         if not is_described(layer, cache):
             return [opaque_page(layer, cache, key, view, group, name, self._worker)]
         heads = self._held_heads(layer, cache, key.layer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import array
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvxferd.client import BlockList
@@ -72,16 +72,6 @@ class CacheGroups:
         return not self.lookahead_tokens and all(group.kind is CacheKind.FULL for group in self.groups)
 
     @property
-    def can_report_failed_blocks(self) -> bool:
-        """Whether a failed load is reported to vLLM by its block ids, so that it keeps the blocks before.
-
-        An id identifies a block only where there is one group, and the blocks before it hold the tokens
-        before only if all of them are kept. A state or a sliding window does not keep them: its earlier
-        entries hold the null block.
-        """
-        return self.num_listed == 1 and all(group.kind is CacheKind.FULL for group in self.groups)
-
-    @property
     def num_tokens_left_to_decode(self) -> int:
         """Return how many of a prompt's last tokens the prefill engine leaves to the decode engine.
 
@@ -130,10 +120,6 @@ class CacheGroups:
             else -(-num_tokens // _tokens_per_id(group))
             for group in self.groups
         )
-
-    def block_ids(self, lists: Mapping[str, BlockList]) -> set[int]:
-        """Return every block id in some lists, to report a failed load to vLLM."""
-        return {int(block) for listed in lists.values() for block in listed.ids}  # type: ignore[union-attr]
 
 
 def _tokens_per_id(group: CacheGroup) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxferd.errors import DeviceError, KvxferdError
-from kvxferd.integrations.vllm.memory.gpu_placement import DOCTOR_HERE, PlacementFailure
+from kvxferd.integrations.vllm.memory.placement_advice import DOCTOR_HERE, PlacementFailure
 from kvxferd.memory.device import DeviceMemory
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import Driver
@@ -74,7 +74,7 @@ class PoolOffer:
 def offer_pool(setting: str, *, is_child: bool) -> PoolOffer:
     """Return the pool for this process's current device. Raises nothing: without a pool, vLLM has its own.
 
-    `setting`: `gpu_placement`. `is_child`: whether the connector is one of several in a MultiConnector, of
+    `setting`: `placement`. `is_child`: whether the connector is one of several in a MultiConnector, of
     which vLLM lets one provide a pool.
     """
     import torch
@@ -87,7 +87,7 @@ def offer_pool(setting: str, *, is_child: bool) -> PoolOffer:
         return PoolOffer(
             failure=PlacementFailure(
                 "vLLM takes a pool of one connector alone inside a MultiConnector",
-                'set "gpu_placement": "exported" for this connector, if no other has a pool',
+                'set "placement": "child" for this connector, if no other has a pool',
             )
         )
     for name in ALLOCATOR_VARIABLES:

@@ -7,12 +7,12 @@ default backend, but suspends the ranks first. The plugin entry point of this pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvxferd.client import Region
 from kvxferd.errors import Code, EngineError
 from kvxferd.integrations.vllm.session.worker import ConnectorWorker
+from kvxferd.layout import TensorRegion
 
 BACKEND = "kvxferd"
 CACHE_TAG = "kv_cache"
@@ -29,7 +29,7 @@ class SleepingPool(Protocol):
 
 
 class _SleepingCache(NamedTuple):
-    export_again: Callable[[], Sequence[Region]]
+    regions: Sequence[TensorRegion]
     pool: SleepingPool | None
 
 
@@ -57,15 +57,14 @@ def check_backend(model_config: Any, devices: Iterable[str], connector: type) ->
 
 
 def add_worker(
-    worker: ConnectorWorker,
-    export_again: Callable[[], Sequence[Region]],
-    pool: SleepingPool | None = None,
+    worker: ConnectorWorker, regions: Sequence[TensorRegion], pool: SleepingPool | None = None
 ) -> None:
     """Suspend and resume the worker's rank with this process's sleep mode from now on.
 
-    `pool`: where its cache lies, if vLLM's own allocator does not free and restore it.
+    `regions`: its allocations. `pool`: where its cache lies, if vLLM's own allocator does not free and
+    restore it.
     """
-    _workers[worker] = _SleepingCache(export_again, pool)
+    _workers[worker] = _SleepingCache(regions, pool)
 
 
 def remove_worker(worker: ConnectorWorker) -> None:
@@ -96,7 +95,7 @@ def resume_workers(tags: Sequence[str] | None) -> None:
         if cache.pool is not None:
             cache.pool.restore_memory()
         try:
-            worker.resume(cache.export_again())
+            worker.resume(cache.regions)
         finally:
             if not worker.is_suspended:  # also without a reply: the client goes on trying
                 _suspended.discard(worker)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvxferd.integrations.vllm.identity import model_fingerprint, spec_of_rank
+from kvxferd.errors import EngineError
+from kvxferd.integrations.vllm.identity import engine_spec, model_fingerprint, start_generation
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "rope_theta": 10000.0}
 
@@ -151,7 +152,7 @@ def test_weights_that_are_not_loaded_do_not_count(model: Path, tmp_path: Path) -
 
 
 def test_the_place_of_a_rank(model: Path) -> None:
-    spec = spec_of_rank(
+    spec = engine_spec(
         vllm_config(model),
         tp_rank=3,
         pp_rank=1,
@@ -172,7 +173,15 @@ def test_a_draft_counts_behind_the_model(model: Path) -> None:
     config.speculative_config = SimpleNamespace(draft_model_config=draft, method="eagle")
     assert "+eagle:LlamaForCausalLM/" in model_fingerprint(config)
     place = {"tp_rank": 0, "pp_rank": 0, "generation": "g", "home": "", "fingerprint": "f"}
-    assert spec_of_rank(config, **place, publish_implies_ready=True).num_layers == 3
+    assert engine_spec(config, **place, publish_implies_ready=True).num_layers == 3
+
+
+def test_a_start_has_the_generation_of_its_name() -> None:
+    """The scheduler and the workers read it from the same configuration."""
+    first, other = (start_generation(SimpleNamespace(instance_id=name)) for name in ("1700", "1701"))
+    assert first == start_generation(SimpleNamespace(instance_id="1700")) != other
+    with pytest.raises(EngineError, match="does not name its starts"):
+        start_generation(SimpleNamespace())
 
 
 @pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "custom_class", "medusa"])
@@ -183,4 +192,4 @@ def test_drafting_that_caches_nothing_changes_no_identity(model: Path, method: s
     config.speculative_config = SimpleNamespace(draft_model_config=config.model_config, method=method)
     assert model_fingerprint(config) == plain
     place = {"tp_rank": 0, "pp_rank": 0, "generation": "g", "home": "", "fingerprint": "f"}
-    assert spec_of_rank(config, **place, publish_implies_ready=True).num_layers == 2
+    assert engine_spec(config, **place, publish_implies_ready=True).num_layers == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.client import BlockList
 from kvxferd.errors import Code, EngineError
 from kvxferd.integrations.vllm.layout.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
@@ -118,11 +117,6 @@ class TestSeveralGroups:
     def test_a_sink_that_has_everything_gets_nothing(self) -> None:
         clipped = self.groups.select_blocks([[5, 6], [99], [0, 2, 3], [4]], 20, 20)
         assert [len(memoryview(listed.ids)) for listed in clipped.values()] == [0, 0, 0]
-
-    def test_block_ids_of_all(self) -> None:
-        lists = self.groups.select_blocks([[5, 6], [99], [0, 2, 3], [5]], 20)
-        assert self.groups.block_ids(lists) == {2, 3, 5, 6}
-        assert self.groups.block_ids({"0.full": BlockList(ids=[1, 2])}) == {1, 2}
 
 
 @pytest.mark.parametrize(

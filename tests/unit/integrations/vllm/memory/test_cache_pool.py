@@ -106,8 +106,8 @@ def why_not(setting: str = "auto", *, is_child: bool = False) -> str:
 
 
 def test_one_of_several_connectors_offers_a_pool_where_it_is_told_to() -> None:
-    assert '"gpu_placement": "exported"' in why_not(is_child=True)
-    assert offer_pool("exported", is_child=True).pool is not None
+    assert '"placement": "child"' in why_not(is_child=True)
+    assert offer_pool("child", is_child=True).pool is not None
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

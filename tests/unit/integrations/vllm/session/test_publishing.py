@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvxferd.client import TransferRef, make_ref
-from kvxferd.errors import KvxferdError
+from kvxferd.client import Disconnected, Event, Released, TransferRef, make_ref
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.integrations.vllm.layout.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.session.early_pulls import (
@@ -20,20 +20,23 @@ from kvxferd.integrations.vllm.session.early_pulls import (
     EarlyPulls,
     LateAbandons,
 )
-from kvxferd.integrations.vllm.session.open_transfers import MAX_FREE_WAIT_S, OpenTransfers
+from kvxferd.integrations.vllm.session.publishing import MAX_FREE_WAIT_S, Publishing
+from kvxferd.integrations.vllm.session.stats import ConnectorStats
+from kvxferd.integrations.vllm.session.step_metadata import WrittenSpec
 from tests.support.connector_harness import GROUPS, CacheBlock, CachePool, Request, Status
 
 
 class Session:
-    """The calls of a publisher that open transfers make."""
+    """The calls of a publisher that are made."""
 
     is_connected, generation = True, "g1"
 
     def __init__(self) -> None:
         self.unpublished: list[str] = []
         self.is_over = False
+        self.events: list[Event] = []
 
-    def publish(self, transfer_id: str, *_: Any, nonce: str, **__: Any) -> TransferRef:
+    def publish(self, transfer_id: str, *_: Any, nonce: str | None, **__: Any) -> TransferRef:
         return make_ref("tcp://10.0.0.1:9441", "e", "g1", transfer_id, nonce)
 
     def add_blocks(self, transfer_id: str, blocks: Any) -> None:
@@ -45,23 +48,39 @@ class Session:
             raise KvxferdError("cannot unpublish: the session is over")
         self.unpublished.append(ref.transfer_id)
 
+    def poll(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
 
 class Scheduler:
-    """An engine's open transfers with a request of 16 tokens, of which 8 are computed and published."""
+    """An engine's published transfers: a request of 16 tokens, of which 8 are computed and published."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.session: Any = Session()
         self.pool = CachePool()
-        self.open = OpenTransfers(GROUPS, clock=lambda: self.now)
-        self.open.bind(self.pool)
-        self.request = Request("r", 16, {})
+        self.publishing = Publishing(GROUPS, ConnectorStats(), clock=lambda: self.now)
+        self.publishing.publisher, self.publishing.cache = self.session, self.pool
+        self.request = self.expect("r", "t")
         self.pool.give("r", [1, 2, 3, 4])
-        self.open.expect(self.request, make_ref("tcp://10.0.0.1:9441", "e", "g1", "t"))
-        self.open.advance(self.session, ["r"], [])
+        self.publishing.advance(["r"], [])
         self.request.num_computed_tokens = 8
-        (extended,) = self.open.advance(self.session, ["r"], [])
-        assert (extended.ready_tokens, self.pool.kept) == (8, [1, 2])
+        assert self.publishing.advance(["r"], []) == [WrittenSpec("t", 8)]
+        assert self.pool.kept == [1, 2]
+
+    def expect(self, request_id: str, transfer_id: str, num_tokens: int = 16) -> Request:
+        ref = make_ref("tcp://10.0.0.1:9441", "e", "g1", transfer_id).to_dict()
+        request = Request(request_id, num_tokens, {"kvxferd": ref, "kvxferd_overlap": True})
+        self.publishing.expect(request)
+        return request
+
+    def receive(self, event: Event) -> list[str]:
+        self.session.events.append(event)
+        return self.publishing.handle_events()
+
+    def end(self, request: Request, *, is_computed: bool) -> TransferRef | None:
+        return self.publishing.end(request, ([1, 2, 3, 4],), is_computed=is_computed)
 
 
 @pytest.fixture
@@ -70,45 +89,52 @@ def scheduler() -> Scheduler:
 
 
 def test_vllm_waits_for_a_preempted_request_s_blocks_for_a_second(scheduler: Scheduler) -> None:
-    assert not scheduler.open.has_pending_frees(scheduler.session)
+    assert not scheduler.publishing.has_pending_frees()
     scheduler.request.status = Status.PREEMPTED
-    assert scheduler.open.has_pending_frees(scheduler.session)
+    assert scheduler.publishing.has_pending_frees()
     assert scheduler.session.unpublished == ["t"]
     scheduler.now += MAX_FREE_WAIT_S
-    assert not scheduler.open.has_pending_frees(scheduler.session), "its reader is dead"
+    assert not scheduler.publishing.has_pending_frees(), "its reader is dead"
     assert scheduler.pool.kept == [1, 2]
-    scheduler.open.released("t")
+    assert scheduler.receive(Released("t", Code.UNPUBLISHED)) == []
     assert scheduler.pool.kept == []
 
 
-def test_a_transfer_is_taken_back_once(scheduler: Scheduler) -> None:
-    scheduler.open.advance(scheduler.session, ["r"], ["r"])
-    scheduler.open.advance(scheduler.session, ["r"], ["r"])
-    assert scheduler.open.is_spent(scheduler.request)
-    assert scheduler.open.end(scheduler.session, scheduler.request, ([1, 2, 3, 4],)) is None
+def test_a_transfer_is_taken_back_once_and_gets_another_id(scheduler: Scheduler) -> None:
+    scheduler.publishing.advance(["r"], ["r"])
+    scheduler.publishing.advance(["r"], ["r"])
     assert scheduler.session.unpublished == ["t"]
+    scheduler.request.num_computed_tokens = 16
+    again = scheduler.end(scheduler.request, is_computed=True)
+    assert again is not None
+    assert again.transfer_id.startswith("r~")
 
 
 def test_one_that_is_aborted_in_the_queue_ends_for_those_who_wait_for_it(scheduler: Scheduler) -> None:
-    waiting = Request("r2", 16, {})
-    scheduler.open.expect(waiting, make_ref("tcp://10.0.0.1:9441", "e", "g1", "t2"))
-    assert scheduler.open.end(scheduler.session, waiting, None) is None
+    waiting = scheduler.expect("r2", "t2")
+    assert scheduler.end(waiting, is_computed=False) is None
     assert scheduler.session.unpublished == ["t2"]
-    scheduler.open.released("t2")
-    assert not scheduler.open.is_spent(waiting)
 
 
-def test_one_that_ends_by_itself_is_not_continued(scheduler: Scheduler) -> None:
-    scheduler.open.released("t")  # its lease has ended
+@pytest.mark.parametrize(
+    ("why", "is_published"), [(Code.LEASE_EXPIRED, True), (Code.ABANDONED, False), (Code.COMPLETED, False)]
+)
+def test_one_that_others_end_is_published_anew_where_somebody_may_read_it(
+    scheduler: Scheduler, why: Code, is_published: bool
+) -> None:
+    scheduler.receive(Released("t", why))
     assert scheduler.pool.kept == []
     scheduler.request.num_computed_tokens = 12
-    assert scheduler.open.advance(scheduler.session, ["r"], []) == []
-    assert scheduler.open.is_spent(scheduler.request)
+    assert scheduler.publishing.advance(["r"], []) == []
+    scheduler.request.num_computed_tokens = 16
+    assert (scheduler.end(scheduler.request, is_computed=True) is not None) is is_published
     assert scheduler.session.unpublished == []
 
 
 def test_the_end_of_the_session_frees_all(scheduler: Scheduler) -> None:
-    scheduler.open.released_all()
+    ended = Request("ended", 16, {}, num_computed_tokens=16)
+    assert scheduler.end(ended, is_computed=True) is not None
+    assert scheduler.receive(Disconnected(Code.DAEMON_LOST, "x")) == ["ended"]
     assert scheduler.pool.kept == []
 
 
@@ -116,16 +142,18 @@ def test_the_end_of_the_session_frees_all(scheduler: Scheduler) -> None:
 def test_a_session_that_has_ended_ends_the_transfer(scheduler: Scheduler, computed: int) -> None:
     scheduler.session.is_over = True
     scheduler.request.num_computed_tokens = computed
-    assert scheduler.open.advance(scheduler.session, ["r"], []) == []
+    assert scheduler.publishing.advance(["r"], []) == []
     assert scheduler.pool.kept == []
 
 
-def test_the_last_part_has_all_blocks_and_adds_those_that_were_not_published(scheduler: Scheduler) -> None:
+def test_the_last_part_adds_the_blocks_that_were_not_published(scheduler: Scheduler) -> None:
     scheduler.request.num_computed_tokens = 16
-    last = scheduler.open.end(scheduler.session, scheduler.request, ([1, 2, 3, 4],))
+    last = scheduler.end(scheduler.request, is_computed=True)
     assert last is not None
-    assert list(last.blocks[GROUPS.names[0]].ids) == [1, 2, 3, 4]
+    assert last.transfer_id == "t"
     assert scheduler.pool.kept == [1, 2, 3, 4]
+    assert scheduler.receive(Released("t", Code.COMPLETED)) == ["r"]
+    assert scheduler.pool.kept == []
 
 
 class CountedBlocks(list[CacheBlock]):
@@ -142,13 +170,12 @@ class CountedBlocks(list[CacheBlock]):
 def test_a_step_reads_the_blocks_that_it_adds(scheduler: Scheduler) -> None:
     """Steps that read all the blocks of a prompt so far would be quadratic over its prefill."""
     blocks = CountedBlocks(scheduler.pool.blocks[number] for number in [1, 2, 3, 4, 5] * 20)
-    request = scheduler.request = Request("long", 400, {})
+    request = scheduler.expect("long", "long", 400)
     scheduler.pool.give_blocks("long", blocks)
-    scheduler.open.expect(request, make_ref("tcp://10.0.0.1:9441", "e", "g1", "long"))
-    scheduler.open.advance(scheduler.session, ["long"], [])
+    scheduler.publishing.advance(["long"], [])
     for computed in range(8, 400, 8):
         request.num_computed_tokens = computed
-        assert scheduler.open.advance(scheduler.session, ["long"], [])
+        assert scheduler.publishing.advance(["long"], [])
     assert blocks.num_read == 98
 
 
@@ -167,10 +194,7 @@ FULL = CacheGroup(0, CacheKind.FULL, 4)
     ids=["full", "two sizes", "window", "state", "draft of several modules"],
 )
 def test_which_models_are_published_early(groups: CacheGroups, possible: bool) -> None:
-    transfers = OpenTransfers(groups)
-    assert not transfers.is_possible, "vLLM has not given its cache manager"
-    transfers.bind(CachePool())
-    assert transfers.is_possible is possible
+    assert groups.can_be_read_early is possible
 
 
 def test_whole_blocks_are_those_of_every_group() -> None:
