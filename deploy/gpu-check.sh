@@ -8,7 +8,7 @@
 # network: any Python that has torch, numpy and pip, and a folder of wheels of what else it lacks
 # (deploy/gpu-wheels.txt). They go to a temporary folder; kvxferd itself is taken from here.
 # In between it measures the scatters of covering reads in the GPU, and compares their bytes.
-# The last lines printed are the placements: GB/s against a device copy, or the exact refusal.
+# The last lines printed are the placements: GB/s, or the exact refusal.
 # Exit status: 0 all works; 1 something does not; 2 kvxferd cannot be run; 3 there is no GPU that can be used.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -73,7 +73,7 @@ class ModelShape:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it has attention and states, in shared pages: then it has all layers or none, as HND."""
+        """Whether it has attention and states, in shared pages: then it has all layers or none."""
         return bool(self.facts(1 << 20, 1).states)
 
 
@@ -87,12 +87,10 @@ IDS_SHAPE = "ids"
 _BY_NAME = SHAPES | {IDS_SHAPE: ModelShape(IDS_SHAPE, 1, 16)}
 
 
-def equal_engines(
-    name: str, shape: str, layers: int, pool_blocks: int = 1, layout: str = "HND", ranks: int = 1
-) -> EnginePair:
+def equal_engines(name: str, shape: str, layers: int, pool_blocks: int = 1, ranks: int = 1) -> EnginePair:
     """Return two engines alike, of ranks as the shape says. `name`: new for each pair of engines."""
     model, tokens = _BY_NAME[shape], pool_blocks * _BY_NAME[shape].block_tokens
-    engine = EngineShape(ranks, 1, model.block_tokens, layout)
+    engine = EngineShape(ranks, 1, model.block_tokens, "HND")
     return EnginePair(model.facts(layers, ranks), engine, engine, tokens, name, tokens)
 
 
@@ -128,11 +126,6 @@ def footprint(pair: EnginePair, role: Role = "prefill") -> Footprint:
 def layout_of(pair: EnginePair, role: Role = "prefill") -> RankLayout:
     """Return the layout of that engine's first rank."""
     return pair.engine(role)[FIRST_RANK][1]
-
-
-def region_bytes(pair: EnginePair) -> int:
-    """Return the memory of a prefill rank."""
-    return layout_of(pair).regions[0].size_bytes
 
 
 def layers_for(shape_name: str, size_bytes: int) -> int:

@@ -37,23 +37,14 @@ class Measure(NamedTuple):
     title: str
     take: Callable[[Site, Workload], Iterator[Finding | str]]
     is_over_every: bool = False  # transport; else it is taken over the first
-    largest_region: Callable[[Workload], int] = lambda _: 0  # bytes of a rank, if they are many
 
 
 MEASURES = {
     "latency": Measure("small pulls", small_pulls.measure_latency, is_over_every=True),
-    "throughput": Measure(
-        "throughput", throughput.measure_throughput, True, largest_region=throughput.largest_region
-    ),
-    "handover": Measure(
-        "pulls while chunks are written", handover.measure_handover, True, handover.largest_region
-    ),
+    "throughput": Measure("throughput", throughput.measure_throughput, is_over_every=True),
+    "handover": Measure("pulls while chunks are written", handover.measure_handover, is_over_every=True),
     "calls": Measure("time inside pull()", small_pulls.measure_calls),
-    "behind": Measure(
-        "small pulls behind a large one",
-        behind_large.measure_behind_large,
-        largest_region=lambda workload: workload.behind_bytes,
-    ),
+    "behind": Measure("small pulls behind a large one", behind_large.measure_behind_large),
     "idle": Measure("idle", idle.measure_idle),
     "layouts": Measure("layouts that differ", layouts.measure_layouts, is_over_every=True),
     "first": Measure("first pulls", first_pull.measure_first_pull),
@@ -120,13 +111,15 @@ def _measure_over(site: Site, options: BenchOptions, result: Result, say: Callab
 
 
 def check_memory(options: BenchOptions) -> None:
-    """Raise KvxferdError if the largest pulls would not fit."""
-    region = max(MEASURES[name].largest_region(options.workload) for name in options.measures)
-    needed, there = 2 * region + HEADROOM_BYTES, available_bytes()
+    """Raise KvxferdError if the largest pulls would not fit, on both sides and with a quarter to spare."""
+    sizes = [one.size_bytes * one.in_flight for one in options.workload.throughput]
+    largest = max(sizes) if "throughput" in options.measures else 0
+    largest = max(largest, options.workload.behind_bytes) if "behind" in options.measures else largest
+    needed, there = 2 * largest * 5 // 4 + HEADROOM_BYTES, available_bytes()
     if needed > there:
         raise KvxferdError(
             f"cannot run {TOOL}: its largest pulls take {needed / GIB:.1f} GiB of memory and "
-            f"{there / GIB:.1f} GiB is available; ask for smaller ones with --size"
+            f"{there / GIB:.1f} GiB is available; choose others with --measure or --size"
         )
 
 

@@ -23,7 +23,6 @@ from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.tooling.child_process import ChildProcess
 from kvxferd.tooling.daemon_process import DaemonProcess
 from kvxferd.tooling.engine_pair import ROLES, EnginePair, Role
-from kvxferd.tooling.interrupts import uninterrupted
 from kvxferd.tooling.owned_process import stop_all
 from kvxferd.tooling.process_vm import read_process_memory
 
@@ -105,10 +104,7 @@ class Testbed:
     def _start(self, has_baselines: bool, decode: Mapping[str, str]) -> None:
         for role in ROLES:
             own = decode if role == "decode" else {}
-            with uninterrupted():
-                self.daemons[role] = DaemonProcess(
-                    self.directory / role, environ={**self._environment, **own}
-                )
+            self.daemons[role] = DaemonProcess(self.directory / role, environ={**self._environment, **own})
         for daemon in self.daemons.values():
             try:
                 daemon.wait_ready()
@@ -120,8 +116,7 @@ class Testbed:
             for agents, kind in ((self.raw_agents, "raw"), (self.engine_agents, "engine")):
                 log = self.directory / f"{kind}-{role}.log"
                 environ = {**os.environ, **self._environment}
-                with uninterrupted():
-                    agents[role] = AgentProcess(partial(NixlAgent, kind == "engine"), log, environ)
+                agents[role] = AgentProcess(partial(NixlAgent, kind == "engine"), log, environ)
             # Once it is made, until there are engines to attach: see `_attach`.
             self.engine_agents[role].call(NixlAgent.set_polling, False)
             self.engine_agents[role].pause()
@@ -164,8 +159,7 @@ class RunningEngines:
         for role in ROLES:
             for rank in self.pair.engine(role):
                 log = self.testbed.directory / f"rank-{next(_names)}.log"
-                with uninterrupted():
-                    self.ranks[role, rank] = ChildProcess(BenchRank, log)
+                self.ranks[role, rank] = ChildProcess(BenchRank, log)
         begun = {
             (role, rank): process.start(
                 BenchRank.begin, self.pair, role, rank, self.testbed.daemons[role].worker_socket

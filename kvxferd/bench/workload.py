@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvxferd.bench.cases import GIB, KIB, MIB, BlockPattern
 
 SMALL_BYTES = 64 * KIB
 LARGE_BYTES = 2 * GIB
 FIRST_BYTES = 64 * MIB
-ALL_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 2 * GIB)
 ALL_IN_FLIGHT = (1, 8, 64)
 # Memory beside the regions: workers, movers, baselines.
 HEADROOM_BYTES = 2 * GIB
@@ -23,7 +22,6 @@ class ThroughputPulls:
     pattern: BlockPattern
     size_bytes: int
     in_flight: int
-    layout: str = "HND"
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class Workload:
     # Prompts of several chunks, at a pace that reading keeps up with just so and with ease; and one of a
     # single chunk, for which nothing can be gained.
     handover_sizes: tuple[HandoverSize, ...] = (HandoverSize(8), HandoverSize(8, pace=1.5), HandoverSize(1))
-    layouts: tuple[str, ...] = ("HND",)  # of both sides: throughput, first pulls, and layouts if several
 
 
 def quick_workload() -> Workload:
@@ -76,38 +73,15 @@ def quick_workload() -> Workload:
     return Workload(tuple(pulls))
 
 
-def full_workload(
-    shapes: tuple[str, ...],
-    sizes: tuple[int, ...],
-    patterns: tuple[BlockPattern, ...],
-    in_flight: tuple[int, ...],
-    rounds: int = 0,  # 0: the usual numbers
-    layouts: tuple[str, ...] = ("HND",),
-) -> Workload:
+def full_workload(shapes: tuple[str, ...], sizes: tuple[int, ...]) -> Workload:
     """Return all combinations, without those that do not fit into memory at the same time."""
     pulls = tuple(
-        ThroughputPulls(shape, pattern, size, window, layout)
+        ThroughputPulls(shape, pattern, size, window)
         for shape in shapes
-        for layout in layouts
         for size in sizes
-        for pattern in patterns
-        for window in in_flight
+        for pattern in BlockPattern
+        for window in ALL_IN_FLIGHT
         if size * window <= LARGE_BYTES
     )
-    differing: tuple[LayoutsSize, ...] = (
-        LayoutsSize(4 * MIB),
-        LayoutsSize(64 * MIB),
-        LayoutsSize(GIB, 3, ("cma",)),
-    )
-    if rounds:
-        differing = tuple(replace(size, rounds=rounds) for size in differing)
-    rounds = rounds or 7
-    return Workload(
-        pulls,
-        rounds,
-        first_rounds=max(7, rounds),
-        behind_pulls=2000,
-        idle_s=20.0,
-        layouts_sizes=differing,
-        layouts=layouts,
-    )
+    differing = (LayoutsSize(4 * MIB), LayoutsSize(64 * MIB), LayoutsSize(GIB, 3, ("cma",)))
+    return Workload(pulls, behind_pulls=2000, idle_s=20.0, layouts_sizes=differing)

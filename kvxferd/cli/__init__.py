@@ -1,7 +1,7 @@
 """The command line. Read `root` first: its table has every verb, by group, with the module that it is in.
 
 `listing`, `history`, `status` and `top` show what a running daemon has, `operate` changes it, and `doctor`
-finds what is wrong. `options` has what several verbs take, `completion` what a shell offers.
+finds what is wrong. `options` has what several verbs take.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from kvxferd.cli.completion import complete_from, endpoints
 from kvxferd.cli.options import config_option, json_option, socket_option
 from kvxferd.config import Config, LoadedConfig, load_config, load_with_sources
 from kvxferd.doctor.report import (
@@ -53,18 +52,12 @@ LOOKUP_TIMEOUT_S = 2.0  # of a name, by the local daemon
     help=f"Run only this check; may be repeated. One of {', '.join(CHECKS)}.",
 )
 @click.option(
-    "--peer",
-    metavar="PEER",
-    shell_complete=complete_from("/v1/peers", endpoints),
-    help="Examine the way to this daemon instead, named as for `ping`: from here, and through the daemon.",
-)
-@click.option(
-    "--ref", metavar="REF", help="With --peer: pull this a few times, and measure; --serve prints it there."
-)
-@click.option(
     "--serve",
     is_flag=True,
     help="Let other nodes measure the link to this one, until Ctrl-C, for half an hour at most.",
+)
+@click.option(
+    "--link", "ref", metavar="REF", help="Measure a link instead: pull what --serve printed on another node."
 )
 @click.option("--driver", hidden=True, help="Another GPU driver, for tests without a GPU.")
 @socket_option
@@ -75,9 +68,8 @@ def doctor(
     as_json: bool,
     gpu: bool,
     names: tuple[str, ...],
-    peer: str | None,
-    ref: str | None,
     serve: bool,
+    ref: str | None,
     driver: str | None,
     socket_path: str | None,
     config_path: Path | None,
@@ -89,25 +81,27 @@ def doctor(
     if everything essential works; 1 if something essential does not, or with --gpu a placement does not;
     3 if with --gpu there is no GPU.
     """
-    if (serve or peer is not None) and (gpu or names):
+    if (serve or ref is not None) and (gpu or names):
         raise click.UsageError(
-            "--peer and --serve are about the way to a daemon: leave out --gpu and --check"
+            "--serve and --link are about the way to a daemon: leave out --gpu and --check"
         )
-    if serve and (as_json or peer is not None or ref is not None):
-        raise click.UsageError("--serve measures nothing here: leave out --json, --peer and --ref")
-    if ref is not None and peer is None:
-        raise click.UsageError("--ref is what --serve printed on another node: give --peer of it too")
+    if serve and (as_json or ref is not None):
+        raise click.UsageError("--serve measures nothing here: leave out --json and --link")
     findings: list[Finding] = []
     node = context_of(config_path, socket_path, findings, driver)
     if serve:
         _serve(node)
         return
-    if peer is not None:
-        findings += _examine_peer(node, peer, ref)
+    if ref is not None:
+        from kvxferd.client import TransferRef
+        from kvxferd.doctor.link import check_link
+
+        source = TransferRef.parse(ref)
+        findings += run_check("link", lambda context: check_link(context, source), node)
     else:
         findings += run_checks(node, (*names, "gpus") if gpu and names else names)
     if gpu:
-        # Imported where it is used: a completion loads neither numpy nor libzmq.
+        # Imported where it is used: the other checks need no numpy.
         from kvxferd.doctor.gpu_placements import try_placements
 
         findings += run_check(PLACEMENTS, lambda context: try_placements(context, tuple(findings)), node)
@@ -115,19 +109,10 @@ def doctor(
     if as_json:
         print_json({"findings": msgspec.to_builtins(findings), "status": status})
     else:
-        print_findings(findings, "This node" if peer is None else f"The way to {peer}")
+        print_findings(findings, "This node" if ref is None else "The link")
         if status == EXIT_NO_GPU:
             print_line("Placements of GPU memory: not tried, there is no GPU that can be used here.")
     ctx.exit(status)
-
-
-def _examine_peer(node: CheckContext, peer: str, ref: str | None) -> list[Finding]:
-    from kvxferd.doctor.peer import check_peer, read_ref_of
-    from kvxferd.doctor.ping import find_endpoint
-
-    endpoint = find_endpoint(peer, node.daemon)
-    source = None if ref is None else read_ref_of(endpoint, ref)
-    return run_check("peer", lambda context: check_peer(context, endpoint, source), node)
 
 
 def _serve(node: CheckContext) -> None:
@@ -136,7 +121,7 @@ def _serve(node: CheckContext) -> None:
 
     def print_command(ref: TransferRef) -> None:
         click.echo("kvxferd: serving until Ctrl-C; run this on another node:", err=True)
-        click.echo(shlex.join(["kvxferd", "doctor", "--peer", ref.endpoint, "--ref", ref.to_json()]))
+        click.echo(shlex.join(["kvxferd", "doctor", "--link", ref.to_json()]))
 
     with interrupted_once(), suppress(KeyboardInterrupt):
         serve_link(node, print_command)
@@ -144,7 +129,7 @@ def _serve(node: CheckContext) -> None:
 
 
 @click.command()
-@click.argument("peer", shell_complete=complete_from("/v1/peers", endpoints))
+@click.argument("peer")
 @json_option
 @click.option(
     "--count", type=click.IntRange(1, MAX_ROUND_TRIPS), default=3, show_default=True, help="Round trips."
@@ -169,10 +154,9 @@ def ping(
 
     PEER is its endpoint, tcp://HOST:PORT#KEY; of a peer that this node's daemon knows, HOST:PORT or the id
     of an engine will do. It connects by itself, with this node's key: run it as root or as the daemon's
-    user, where the daemon runs. `kvxferd doctor --peer` also shows the daemon's own connection, and what
-    its pulls took. Exit status: 0 if it answers; 1 if not, with the outcome in brackets.
+    user, where the daemon runs. Exit status: 0 if it answers; 1 if not, with the outcome in brackets.
     """
-    # Imported here: a completion needs no libzmq.
+    # Imported here: no other verb needs libzmq.
     from kvxferd.doctor.ping import Outcome, find_endpoint, print_ping, read_identity
     from kvxferd.doctor.ping import ping as ping_peer
 
@@ -226,10 +210,11 @@ def support_bundle(
     socket = control_socket_path(socket_path or config.control.socket)
     host = re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:64] or "node"
     path = output or Path(f"kvxferd-{host}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.tar.gz")
-    manifest = write(collect(loaded, config_path, problem, socket, with_doctor), path)
+    parts = collect(loaded, config_path, problem, socket, with_doctor)
+    write(parts, path)
     if as_json:
-        print_json({"file": str(path), **msgspec.to_builtins(manifest)})
+        print_json({"file": str(path), **parts.manifest()})
         return
-    print_line(f"{path}: {len(manifest.files)} files, {format_size(path.stat().st_size)}")
-    for missing in manifest.missing:
-        print_line(f"missing: {missing.name}: {missing.why}")
+    print_line(f"{path}: {len(parts.texts)} files, {format_size(path.stat().st_size)}")
+    for name, why in parts.missing.items():
+        print_line(f"missing: {name}: {why}")

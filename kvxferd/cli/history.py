@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,20 +10,16 @@ from urllib.parse import urlencode
 
 import click
 
-from kvxferd.cli.options import form_option, json_option, watchable, with_control_client
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.records import HandshakeRecord, PullRecord, Record, ReleaseRecord
 from kvxferd.telemetry.history import DEFAULT_PAGE, MAX_PAGE, record_from_json
 from kvxferd.telemetry.units import format_date, format_size, format_time
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import Column, print_json, print_line, print_table, printable
+from kvxferd.tooling.output import Column, print_json, print_table
 from kvxferd.wire.endpoint import address_of
 
 KINDS = "pull,handshake,release"
 SHOWN = 40
-SHOWN_AT_FIRST = 10  # by --follow, before what is new
-FOLLOW_EVERY_S = 0.5
-RETRY_S = 1.0  # after a daemon that went away
 
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h)?")
@@ -59,13 +53,10 @@ class Duration(click.ParamType[float]):
 @click.option(
     "--limit",
     type=click.IntRange(1, MAX_PAGE),
-    help=f"At most so many of the last: {SHOWN}, {DEFAULT_PAGE} with --json, {SHOWN_AT_FIRST} with --follow.",
+    help=f"At most so many of the last: {SHOWN}, {DEFAULT_PAGE} with --json, {MAX_PAGE} with --since.",
 )
-@click.option("-f", "--follow", is_flag=True, help="Go on: print each record as it comes, until interrupted.")
-@form_option
 @json_option
 @with_control_client
-@watchable
 def history(
     daemon: ControlClient,
     as_json: bool,
@@ -75,88 +66,28 @@ def history(
     transfer: str | None,
     engine: str | None,
     limit: int | None,
-    follow: bool,
-    form: str,
 ) -> None:
-    """Show what ended on this node: pulls, handshakes, and releases of what it published. Times are UTC.
-
-    With --json and --follow: one JSON object a line.
-    """
-    filters = {
+    """Show what ended on this node: pulls, handshakes, and releases of what it published. Times are UTC."""
+    shown = limit or (MAX_PAGE if since is not None else DEFAULT_PAGE if as_json else SHOWN)
+    query = {
         "kind": KINDS,
         **({"failed": "true"} if failed else {}),
         **({"slower": repr(slower)} if slower else {}),
         **({"transfer": transfer} if transfer else {}),
         **({"engine": engine} if engine else {}),
+        "limit": str(shown),
     }
-    as_json = as_json or form == "json"
-    usual = SHOWN_AT_FIRST if follow else DEFAULT_PAGE if as_json else SHOWN
-    shown = limit or (usual if since is None else MAX_PAGE)
-    page = _search(daemon, filters | {"limit": str(shown)})
+    page = daemon.get(f"/v1/history?{urlencode(query)}")
     is_cut = len(page["records"]) == shown < MAX_PAGE
     if since is not None:
         first = time.time() - since
         page["records"] = [record for record in page["records"] if record["ended_at"] >= first]
-    if follow:
-        _follow(daemon, filters, page, as_json)
-    elif as_json:
+    if as_json:
         print_json(page)
-    elif form == "name":
-        for name in dict.fromkeys(one.get("transfer_id") for one in page["records"]):
-            if name is not None:
-                print_line(name)
-    else:
-        records = [record_from_json(one) for one in page["records"]]
-        print_table("History", COLUMNS, records, is_wide=form == "wide", details=_details)
-        if is_cut:
-            click.echo(f"These are the last {shown}; --limit {MAX_PAGE} shows more.", err=True)
-
-
-def _search(daemon: ControlClient, query: dict[str, str]) -> Any:
-    return daemon.get(f"/v1/history?{urlencode(query)}")
-
-
-def _follow(daemon: ControlClient, filters: dict[str, str], page: Any, as_json: bool) -> None:
-    try:
-        while True:
-            _print_lines(page, as_json)
-            if page["is_complete"]:
-                time.sleep(FOLLOW_EVERY_S)
-            query = urlencode(filters | {"after": page["cursor"], "limit": str(MAX_PAGE)})
-            page = get_again(daemon, f"/v1/history?{query}")
-    except KeyboardInterrupt:
         return
-
-
-def get_again(daemon: ControlClient, path: str) -> Any:
-    """Get; wait for a daemon that went away, because somebody who follows wants to see it come back."""
-    is_lost = False
-    while True:
-        try:
-            return daemon.get(path)
-        except KvxferdError as error:
-            if error.code is not Code.DAEMON_LOST:
-                raise
-            if not is_lost:
-                click.echo(f"kvxferd: {error.message}; waiting for it", err=True)
-            is_lost = True
-            time.sleep(RETRY_S)
-
-
-def _print_lines(page: Any, as_json: bool) -> None:
-    if page["restarted"]:
-        click.echo("kvxferd: the daemon has restarted; what it had not shown is lost", err=True)
-    if page["dropped"]:
-        text = f"kvxferd: {page['dropped']} records came faster than they were shown, and are lost"
-        click.echo(f"{text}; the log has them", err=True)
-    for one in page["records"]:
-        if as_json:
-            sys.stdout.write(json.dumps(one) + "\n")
-            continue
-        record = record_from_json(one)
-        lines = ["  ".join(column.text(record) for column in COLUMNS), *map(printable, _details(record))]
-        sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    print_table("History", COLUMNS, map(record_from_json, page["records"]), details=_details)
+    if is_cut:
+        click.echo(f"These are the last {shown}; --limit {MAX_PAGE} shows more.", err=True)
 
 
 # --- a record's line

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import click
 import msgspec
 
-from kvxferd.cli.options import F, form_option, json_option, watchable, with_control_client
+from kvxferd.cli.options import F, json_option, with_control_client
 from kvxferd.ids import Endpoint
 from kvxferd.records import (
     EngineSnapshot,
@@ -30,24 +30,7 @@ class Listing(NamedTuple):
 
     title: str
     rows: Callable[[Any], Iterable[Any]]  # of the reply
-    columns: tuple[Column, ...]  # the first has the name that other verbs take
-
-
-def sort_rows(listings: Sequence[Listing], rows: list[list[Any]], sort: str) -> None:
-    """Sort by a column, `-COLUMN` from the highest, each table that has it. Raises click.BadParameter."""
-    title = sort.removeprefix("-").casefold()
-    known = [{column.title.casefold(): column for column in listing.columns} for listing in listings]
-    if not any(title in columns for columns in known):
-        titles = dict.fromkeys(column.title for listing in listings for column in listing.columns)
-        raise click.BadParameter(f"{sort!r} is no column: {', '.join(titles)}", param_hint="--sort")
-    for columns, ours in zip(known, rows, strict=True):
-        if column := columns.get(title):
-            ours.sort(key=functools.partial(_sort_key, column), reverse=sort.startswith("-"))
-
-
-def _sort_key(column: Column, row: Any) -> tuple[bool, Any]:
-    value = column.get(row)
-    return value is not None, value
+    columns: tuple[Column, ...]
 
 
 def list_verb(path: str, *listings: Listing) -> Callable[[F], F]:
@@ -55,24 +38,15 @@ def list_verb(path: str, *listings: Listing) -> Callable[[F], F]:
 
     def make(verb: F) -> F:
         @json_option
-        @form_option
-        @click.option("--sort", metavar="COLUMN", help="Sort by this column; -COLUMN: from the highest.")
         @with_control_client
-        @watchable
         @functools.wraps(verb)
-        def show(daemon: ControlClient, as_json: bool, form: str, sort: str | None) -> None:
+        def show(daemon: ControlClient, as_json: bool) -> None:
             reply = daemon.get(path)
-            rows = [list(listing.rows(reply)) for listing in listings]
-            if sort is not None:
-                sort_rows(listings, rows, sort)
-            if as_json or form == "json":
+            if as_json:
                 print_json(reply)
-            elif form == "name":
-                for row in rows[0]:
-                    print_line(listings[0].columns[0].text(row))
-            else:
-                for listing, ours in zip(listings, rows, strict=True):
-                    print_table(listing.title, listing.columns, ours, is_wide=form == "wide")
+                return
+            for listing in listings:
+                print_table(listing.title, listing.columns, listing.rows(reply))
 
         return show  # type: ignore[return-value]
 
@@ -226,7 +200,6 @@ def engines() -> None:
 @click.command()
 @json_option
 @with_control_client
-@watchable
 def topology(daemon: ControlClient, as_json: bool) -> None:
     """Show what local ranks know of remote engines, a line each stage."""
     stages = daemon.get("/v1/topology")["topology"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from kvxferd.cli.completion import complete_from, endpoints
 from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.exit_codes import EXIT_WORK_LEFT
@@ -67,7 +66,7 @@ def drain(daemon: ControlClient, wait: bool, as_json: bool) -> None:
 
 
 @click.command("drop-peer")
-@click.argument("endpoint", shell_complete=complete_from("/v1/peers", endpoints))
+@click.argument("endpoint")
 @json_option
 @with_control_client
 def drop_peer(daemon: ControlClient, endpoint: str, as_json: bool) -> None:
@@ -85,24 +84,9 @@ def drop_peer(daemon: ControlClient, endpoint: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument(
-    "transfer",
-    required=False,
-    shell_complete=complete_from("/v1/transfers", lambda r: (t["transfer_id"] for t in r["transfers"])),
-)
-@click.option(
-    "--engine",
-    metavar="ID",
-    shell_complete=complete_from("/v1/transfers", lambda r: (t["engine_id"] for t in r["transfers"])),
-    help="Only this engine's transfer of that name.",
-)
-@click.option(
-    "--pull",
-    type=int,
-    metavar="N",
-    shell_complete=complete_from("/v1/transfers", lambda r: (str(p["pull"]) for p in r["pulls"])),
-    help="End this pull instead, by its number.",
-)
+@click.argument("transfer", required=False)
+@click.option("--engine", metavar="ID", help="Only this engine's transfer of that name.")
+@click.option("--pull", type=int, metavar="N", help="End this pull instead, by its number.")
 @json_option
 @with_control_client
 def cancel(
@@ -129,10 +113,7 @@ def cancel(
 
 
 @click.command()
-@click.argument(
-    "engine_id",
-    shell_complete=complete_from("/v1/engines", lambda r: (owned["engine_id"] for owned in r["ownerships"])),
-)
+@click.argument("engine_id")
 @json_option
 @with_control_client
 def disown(daemon: ControlClient, engine_id: str, as_json: bool) -> None:

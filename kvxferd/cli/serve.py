@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from kvxferd.cli.options import config_option
-from kvxferd.config import SETTINGS, Setting, flag_name, load_with_sources
+from kvxferd.config import SETTINGS, flag_name, load_with_sources
 from kvxferd.die_with_parent import die_with_parent
 from kvxferd.import_blocking import block_import
 
@@ -40,55 +40,14 @@ def freeze_imports() -> None:
     gc.freeze()
 
 
-class ServeCommand(click.Command):
-    """A verb whose settings are listed in its help by table, each as the sample configuration explains it."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the verb's own options, and then each table's."""
-        from kvxferd.config.sample import sample_comments
-
-        tables: dict[str, list[tuple[str, str]]] = {}
-        own: list[tuple[str, str]] = []
-        comments = sample_comments()
-        last = ""
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            setting = SETTINGS.get((param.name or "").replace("__", "."))
-            if record is None or setting is None:
-                own += [record] if record else []
-            else:
-                meaning = comments.keys[setting.key]
-                text = f"{'As above.' if meaning == last else meaning} {_value_and_default(setting)}"
-                tables.setdefault(setting.section, []).append((record[0], text))
-                last = meaning
-        with formatter.section("Options"):
-            formatter.write_dl(own)
-        for name, entries in tables.items():
-            with formatter.section(f"Settings of [{name}]"):
-                if about := comments.sections.get(name):
-                    formatter.write_text(about)
-                    formatter.write_paragraph()
-                formatter.write_dl(entries)
-
-
 def _settings_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     for setting in reversed(list(SETTINGS.values())):
-        option = click.option(flag_name(setting.key), setting.key.replace(".", "__"), metavar="VALUE")
+        option = click.option(flag_name(setting.key), setting.key.replace(".", "__"), hidden=True)
         verb = option(verb)
     return verb
 
 
-def _value_and_default(setting: Setting) -> str:
-    # File modes are shown in octal.
-    default = f"0o{setting.default:o}" if setting.field == "mode" else setting.default
-    if isinstance(default, bool):
-        default = str(default).lower()
-    return (
-        f"Value: {setting.expected_as_text}. Default: {default if default not in ('', (), {}) else 'empty'}."
-    )
-
-
-@click.command(cls=ServeCommand)
+@click.command()
 @config_option("A TOML file; `kvxferd config defaults` prints one with every setting.")
 @_settings_options
 @click.option("--parent-pid", type=int, hidden=True, help="Of a tool that starts it, with which it ends.")
@@ -98,7 +57,8 @@ def serve(
 ) -> None:
     """Run the daemon until SIGTERM or `kvxferd drain`.
 
-    Settings come from the file, then KVXFERD_SECTION_KEY in the environment, then the flags below.
+    Settings come from the file, then from KVXFERD_TRANSFER_LEASE_S and the like in the environment, then
+    from flags such as --transfer-lease-s 20. `kvxferd config defaults` prints all of them, with reasons.
     """
     if parent_pid is not None:
         die_with_parent(parent_pid, signal.SIGTERM)

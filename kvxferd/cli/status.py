@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from kvxferd.cli.listing import engine_state
-from kvxferd.cli.options import json_option, watchable, with_control_client
+from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.records import NodeSnapshot, RankSnapshot
 from kvxferd.telemetry.minute_text import describe_failures, describe_rates
 from kvxferd.telemetry.samples import LastMinute
@@ -23,7 +23,6 @@ from kvxferd.tooling.output import format_count, print_fields, print_json, print
 @click.command()
 @json_option
 @with_control_client
-@watchable
 def status(daemon: ControlClient, as_json: bool) -> None:
     """Show the state of the daemon on this node. Exit status: 0 if it is ready, 1 if it is not."""
     reply = daemon.get("/v1/status")

@@ -19,7 +19,7 @@ class RankResult:
 
     elapsed_s: float  # of the pull, also of one that failed
     pulled: Pulled | None  # None: it failed
-    failure: tuple[str, str]  # code and message, where it failed
+    failure: str  # message and code, where it failed
     check: ContentCheck
     spilled_bytes: int  # changed outside the pulled blocks
 
@@ -38,11 +38,11 @@ class DemoRank(EngineRank):
         """Pull the request, then check the whole memory. `damage` corrupts one byte in between."""
         before = self.store.bytes.copy()
         began, pulled = time.monotonic(), None
-        failure = ("", "")
+        failure = ""
         try:
             pulled = self.pull(ref, request)
         except KvxferdError as error:
-            failure = (error.code.value, error.message)
+            failure = f"{error.message} [{error.code.value}]"
         elapsed_s = time.monotonic() - began
         if damage:
             self._corrupt_byte(damage, request.ids)

@@ -16,13 +16,10 @@ from kvxferd.demo.rank import DemoRank
 from kvxferd.demo.report import DemoResults
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import Rank
-from kvxferd.records import PullRecord
-from kvxferd.telemetry.history import record_from_json
 from kvxferd.tooling.child_process import ChildProcess, Pending
 from kvxferd.tooling.content import RequestBlocks
 from kvxferd.tooling.daemon_process import DaemonProcess
 from kvxferd.tooling.engine_pair import ROLES, EnginePair, Role
-from kvxferd.tooling.interrupts import uninterrupted
 from kvxferd.tooling.owned_process import stop_all
 from kvxferd.tooling.work_directory import make_work_directory
 
@@ -63,12 +60,10 @@ class Demo:
         self._say(f"starting two daemons and {len(self._places)} processes of engines")
         for role in ROLES:
             flags = ["--http-bind", "127.0.0.1:0"] if role == "decode" else []
-            with uninterrupted():
-                self.daemons[role] = DaemonProcess(self._directory / role, flags)
+            self.daemons[role] = DaemonProcess(self._directory / role, flags)
         for role, rank in sorted(self._places):
             log = self._directory / f"{role}.{rank.pp_rank}.{rank.tp_rank}.log"
-            with uninterrupted():
-                self._ranks[role, rank] = ChildProcess(DemoRank, log)
+            self._ranks[role, rank] = ChildProcess(DemoRank, log)
 
     def run(self, pair: EnginePair, num_requests: int, damage: str = "") -> DemoResults:
         """Register the pair in place of the one before, and move requests. What fails is in the results."""
@@ -79,7 +74,7 @@ class Demo:
             for number in range(num_requests):
                 self._move_request(pair, results, damage if number == 0 else "")
                 self._say(results.describe_last())
-            results.records = self._pull_records(pair)
+            results.ways = self._ways(pair)
         except KvxferdError as error:
             results.error = f"{error.message}\n{self._log_tails()}"
         return results
@@ -139,10 +134,7 @@ class Demo:
         results.add_request(pulled)
         if not all(one.pulled for one in pulled.values()):
             self._ranks["prefill", PUBLISHER_RANK].call(DemoRank.unpublish, ref)
-        released = self._call_all(
-            "prefill", pair, lambda rank, child: child.start(DemoRank.await_release, [name])
-        )
-        results.releases.update(sum(released.values(), Counter[str]()))
+        self._call_all("prefill", pair, lambda rank, child: child.start(DemoRank.await_release, [name]))
 
     def _register(self, role: Role, pair: EnginePair, rank: Rank, child: Child) -> Pending[float]:
         spec, layout = pair.engine(role)[rank]
@@ -155,11 +147,13 @@ class Demo:
         started = {rank: start(rank, self._ranks[role, rank]) for rank in pair.engine(role)}
         return {rank: pending.result() for rank, pending in started.items()}
 
-    def _pull_records(self, pair: EnginePair) -> list[PullRecord]:
-        """Return the decode daemon's records of the pair's latest pulls."""
+    def _ways(self, pair: EnginePair) -> dict[str, int]:
+        """Return the bytes of the pair's latest pulls by the way in which they were read."""
         path = f"/v1/history?kind=pull&engine={pair.name}-decode&limit=512"
-        records = self.daemons["decode"].control.get(path)["records"]
-        return [one for one in map(record_from_json, records) if isinstance(one, PullRecord)]
+        ways = Counter[str]()
+        for record in self.daemons["decode"].control.get(path)["records"]:
+            ways.update(record["ways"])
+        return dict(ways)
 
     def _http_address(self) -> str:
         """Return where the decode daemon serves HTTP: it has taken a free port, and logs it."""

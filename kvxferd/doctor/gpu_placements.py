@@ -33,9 +33,7 @@ from kvxferd.tooling.child_process import ChildProcess
 from kvxferd.tooling.content import Bytes, RequestBlocks
 from kvxferd.tooling.daemon_process import DaemonProcess
 from kvxferd.tooling.engine_process import EngineRank
-from kvxferd.tooling.interrupts import uninterrupted
 
-DEVICE_COPY = "device copy"
 PLACEMENTS = ("direct", "resident", "staged")
 TRIAL_TIMEOUT_S = 120.0  # a daemon, its first GPU context and some pulls
 
@@ -56,8 +54,7 @@ class TrialSpeed(NamedTuple):
 def try_placements(node: CheckContext, gpus: Iterable[Finding]) -> Iterator[Finding]:
     """Yield whether each placement works on the first GPU of these findings; nothing if there is none."""
     devices = [gpu.facts["uuid"] for gpu in gpus if gpu.verdict is not Verdict.FAIL and "uuid" in gpu.facts]
-    copy: float | None = None
-    for placement in (DEVICE_COPY, *PLACEMENTS) if devices else ():
+    for placement in PLACEMENTS if devices else ():
         try:
             with isolated(object, node.environment) as child:
                 where = child.log.parent
@@ -68,10 +65,8 @@ def try_placements(node: CheckContext, gpus: Iterable[Finding]) -> Iterator[Find
             found = error.message if error.code is Code.INTERNAL else f"{error.message} [{error.code.value}]"
             yield fail(placement, found, "see docs/how-to/gpu-nodes.md", essential=True)
             continue
-        copy = speed if placement == DEVICE_COPY else copy
-        share = f", {speed / copy:.1%} of a device copy" if copy and placement != DEVICE_COPY else ""
         over = f" over {lanes}" if lanes else ""
-        yield ok(placement, f"{speed:.3g} GB/s{over}{share}", gigabytes_per_s=speed, lanes=lanes)
+        yield ok(placement, f"{speed:.3g} GB/s{over}", gigabytes_per_s=speed, lanes=lanes)
 
 
 class TrialDevice:
@@ -157,21 +152,11 @@ class TrialRank(EngineRank):
 def try_placement(_: object, placement: str, uuid: str, directory: Path) -> TrialSpeed:
     """Return how fast a placement is on the device with that id. Raises KvxferdError with the refusal.
 
-    `placement` is one of `PLACEMENTS`, or DEVICE_COPY. The daemon is in the directory.
+    `placement` is one of `PLACEMENTS`. The daemon is in the directory.
     """
-    device = TrialDevice(open_driver(), uuid)
-    total_bytes = device.driver.device(uuid).total_bytes
+    total_bytes = open_driver().device(uuid).total_bytes
     num_blocks = min(NUM_BLOCKS, total_bytes // MAX_SHARE // BLOCK_BYTES)
-    if placement == DEVICE_COPY:
-        return measure_copy(device, num_blocks * BLOCK_BYTES)
     return measure_placement(uuid, placement, num_blocks, directory)
-
-
-def measure_copy(device: TrialDevice, size: int) -> TrialSpeed:
-    """Return the speed of a plain copy on the device, of the same size as a pull."""
-    source, target = (device.allocate(size, plain=False) for _ in range(2))
-    best = min(device.copy(target, source, size) for _ in range(NUM_PULLS))
-    return TrialSpeed(size / best / 1e9)
 
 
 def measure_placement(uuid: str, placement: str, num_blocks: int, directory: Path) -> TrialSpeed:
@@ -180,11 +165,10 @@ def measure_placement(uuid: str, placement: str, num_blocks: int, directory: Pat
     if placement != "resident":
         environment["KVXFERD_MOVER_PLACEMENT"] = placement
     with ExitStack() as stack:
-        with uninterrupted():
-            daemon = DaemonProcess(directory, environ=environment)
-            stack.callback(daemon.stop)
-            source = ChildProcess(TrialRank, directory / "source.log")
-            stack.callback(source.stop, 0.0)  # destructors of drivers and libraries could hang
+        daemon = DaemonProcess(directory, environ=environment)
+        stack.callback(daemon.stop)
+        source = ChildProcess(TrialRank, directory / "source.log")
+        stack.callback(source.stop, 0.0)  # destructors of drivers and libraries could hang
         daemon.wait_ready()
         return _pull_and_verify(uuid, placement, num_blocks, daemon, source)
 

@@ -1,29 +1,20 @@
-"""The host: kernel, processors, shared memory, limits, and the run directory."""
+"""The host: kernel, shared memory, the limit on locked memory, and the run directory."""
 
 from __future__ import annotations
 
 import os
 import platform
 import resource
-import stat
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from kvxferd.control.fd_budget import fds_needed
 from kvxferd.doctor.network import rdma_cards
 from kvxferd.doctor.report import CheckContext, Finding, fail, ok, warn
 from kvxferd.errors import KvxferdError
 from kvxferd.memory import SealedMemory, check_memfd, map_memfd
-from kvxferd.telemetry.late_timers import REMEDY, Cause, ClockReading, Lateness, lateness_of, read_clocks
 from kvxferd.telemetry.units import format_size
 
 _MEMFD_BYTES = 1 << 16
-
-# Forty wake-ups: a node that starves its daemons does so for seconds at a time.
-MEASURE_S = 2.0
-SLEEP_S = 0.05
 
 SHM_DIR = "/dev/shm"
 SHM_BYTES_PER_MOVER = 4 << 20  # UCX makes one file for each connected mover
@@ -63,56 +54,6 @@ def _is_shared() -> bool:
         is_shared = memory.buffer[:5] == b"there"
         mapping.unmap()
     return is_shared
-
-
-class WakeUps(NamedTuple):
-    """How late a process woke up from short sleeps."""
-
-    num_sleeps: int
-    latest_s: float
-    late: Lateness | None  # the latest that was too late
-
-
-def processors(node: CheckContext) -> Iterator[Finding]:
-    """Sleep for short times, and measure how late this process wakes up."""
-    yield judge_wake_ups(measure_wake_ups(read_clocks, time.sleep), len(os.sched_getaffinity(0)))
-
-
-def measure_wake_ups(read: Callable[[], ClockReading], sleep: Callable[[float], None]) -> WakeUps:
-    """Sleep for `SLEEP_S` again and again, for `MEASURE_S` in all."""
-    num_sleeps, latest_s = 0, 0.0
-    late: Lateness | None = None
-    before = read()
-    end = before.now + MEASURE_S
-    while before.now < end:
-        sleep(SLEEP_S)
-        after = read()
-        num_sleeps += 1
-        latest_s = max(latest_s, after.now - before.now - SLEEP_S)
-        found = lateness_of(before, after, SLEEP_S)
-        if found is not None and (late is None or found.late_s > late.late_s):
-            late = found
-        before = after
-    return WakeUps(num_sleeps, latest_s, late)
-
-
-def judge_wake_ups(measured: WakeUps, num_processors: int) -> Finding:
-    """Return the row: a wake-up later than half a second is a warning."""
-    facts = {
-        "processors": num_processors,
-        "sleeps": measured.num_sleeps,
-        "latest_s": round(measured.latest_s, 6),
-        "cause": measured.late.cause.value if measured.late else "",
-    }
-    to_run_on = "one processor" if num_processors == 1 else f"{num_processors} processors"
-    of = f"of {measured.num_sleeps} wake-ups, with {to_run_on} to run on,"
-    if measured.late is None:
-        return ok("processors", f"the latest {of} was {1000 * measured.latest_s:.1f} ms late", **facts)
-    found = f"the latest {of} was {measured.late.late_s:.1f} s late"
-    if measured.late.cause is Cause.STARVED:
-        return warn("processors", f"{found}: no processor was free", REMEDY, **facts)
-    todo = "run this check again; if it repeats, look at the machine: a paused virtual machine, a slow disk"
-    return warn("processors", f"{found}, and not for lack of a processor", todo, **facts)
 
 
 def shared_memory(node: CheckContext) -> Iterator[Finding]:
@@ -164,62 +105,15 @@ def _may_lock() -> bool:
     return False
 
 
-def descriptors(node: CheckContext) -> Iterator[Finding]:
-    """Check RLIMIT_NOFILE's hard limit, to which the daemon raises its soft limit.
-
-    A GPU rank sends a descriptor for each physical allocation.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = fds_needed(node.config.limits)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        yield warn(
-            "descriptors",
-            f"at most {hard}; a full node of these limits has {needed} open, and GPU ranks bring more",
-            f"raise the hard limit: LimitNOFILE={max(65536, needed)} in the unit",
-            soft=soft,
-            hard=hard,
-        )
-    else:
-        yield ok("descriptors", f"at most {hard} (now {soft}; the daemon raises it)", soft=soft, hard=hard)
-
-
 def run_directory(node: CheckContext) -> Iterator[Finding]:
-    """Check whether this user can run a daemon there, and who may use the sockets."""
+    """Check whether this user can run a daemon there."""
     path = Path(node.config.node.run_dir)
-    if not _exists(path):
-        yield _absent_run_directory(path)
-        return
-    if not os.access(path, os.W_OK | os.X_OK):
-        yield warn(
-            "run_directory",
-            f"{path} cannot be written by uid {os.geteuid()}",
-            "run the daemon as the directory's owner, or set node.run_dir to one of this user's",
-        )
+    there = next(place for place in (path, *path.parents) if os.path.exists(place))
+    if os.access(there, os.W_OK | os.X_OK):
+        yield ok("run_directory", f"{path}" + ("" if there == path else ": a daemon of this user makes it"))
     else:
-        yield ok("run_directory", f"{path}, {_owner(path)}")
-    for name, socket in (("worker", node.config.worker.socket), ("control", node.config.control.socket)):
-        if _exists(Path(socket)):
-            yield ok(f"{name} socket", f"{socket}, {_owner(Path(socket))}")
-
-
-def _absent_run_directory(path: Path) -> Finding:
-    parent = next((p for p in path.parents if _exists(p)), Path("/"))
-    if os.access(parent, os.W_OK | os.X_OK):
-        return ok("run_directory", f"{path} is not there; a daemon of this user makes it")
-    return fail(
-        "run_directory",
-        f"{path} is not there, and uid {os.geteuid()} cannot make it in {parent}",
-        "make it, owned by the daemon's user (RuntimeDirectory= in the unit), or set node.run_dir",
-    )
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except PermissionError:
-        return False
-
-
-def _owner(path: Path) -> str:
-    status = path.stat()
-    return f"{stat.filemode(status.st_mode)} of uid {status.st_uid}, gid {status.st_gid}"
+        yield fail(
+            "run_directory",
+            f"uid {os.geteuid()} cannot {'write to' if there == path else 'make'} {path}",
+            "have it owned by the daemon's user (RuntimeDirectory= in the unit), or set node.run_dir",
+        )

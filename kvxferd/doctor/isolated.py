@@ -10,7 +10,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.child_process import ChildError, ChildProcess
-from kvxferd.tooling.interrupts import uninterrupted
 from kvxferd.tooling.work_directory import make_work_directory
 
 Obj = TypeVar("Obj")
@@ -29,9 +28,8 @@ def isolated(make: Callable[[], Obj], environ: Mapping[str, str]) -> Iterator[Ch
     directory = make_work_directory("kvxferd-doctor-")
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        with uninterrupted():
-            child = ChildProcess(make, directory / "check.log", environ)
-            stack.callback(child.stop, 0.0)  # destructors of drivers and libraries could hang
+        child = ChildProcess(make, directory / "check.log", environ)
+        stack.callback(child.stop, 0.0)  # destructors of drivers and libraries could hang
         yield child
 
 

@@ -1,9 +1,9 @@
 """Measures the link between two nodes by pulls, as engines make them.
 
 `kvxferd doctor --serve` on one node registers an engine with the daemon there and publishes its blocks;
-`kvxferd doctor --peer ENDPOINT --ref REF` on the other one registers an engine, pulls them, and checks every
-byte. The reference is the right to read, and a command line is no secret on its node. So the blocks hold
-nothing but a hash of their coordinates, and only daemons that the serving one admits can read them.
+`kvxferd doctor --link REF` on the other one registers an engine, pulls them, and checks every byte. The
+reference is the right to read, and a command line is no secret on its node. So the blocks hold nothing but a
+hash of their coordinates, and only daemons that the serving one admits can read them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,19 @@ from __future__ import annotations
 import os
 import secrets
 import statistics
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 
 from kvxferd import client
 from kvxferd.doctor.network import rdma_cards
+from kvxferd.doctor.ping import Outcome, ping, read_identity
 from kvxferd.doctor.report import CheckContext, Finding, Verdict, fail, ok, warn
 from kvxferd.errors import Code, ConfigError, KvxferdError
 from kvxferd.ids import Endpoint
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy, key_and_value
-from kvxferd.telemetry.remedies import remedy_of
 from kvxferd.telemetry.units import format_size, format_time
 from kvxferd.tooling.content import RequestBlocks
 from kvxferd.tooling.engine_process import EngineRank, Pulled
@@ -48,51 +45,49 @@ CHECK = "link"
 SLOW_PATH = "docs/how-to/when-something-is-wrong.md"
 _OPEN_PORTS = "movers reach each other on ports of their own: open TCP between the nodes, both ways"
 _SERVE_AGAIN = "run `kvxferd doctor --serve` there again, and here the command that it prints"
-# For a failed measurement, where it differs from what a failing pull calls for.
-LINK_REMEDIES = {
-    **dict.fromkeys((Code.DEADLINE, Code.TRANSPORT), _OPEN_PORTS),
-    **dict.fromkeys(
-        (Code.TRANSFER_UNKNOWN, Code.NONCE_WRONG, Code.ENGINE_UNKNOWN, Code.GENERATION_STALE,
-         Code.RELEASED, Code.LEASE_EXPIRED, Code.LAYOUT_INCOMPATIBLE, Code.TOKENS_NOT_PUBLISHED),
-        _SERVE_AGAIN,
-    ),
-}  # fmt: skip
 
 
 def serve_link(
     node: CheckContext, on_published: Callable[[client.TransferRef], None], for_s: float = SERVE_S
 ) -> None:
-    """Publish blocks for `measure_link` until KeyboardInterrupt, at most for `for_s` seconds.
+    """Publish blocks for `measure_link` until they are released, KeyboardInterrupt, or `for_s` seconds.
 
-    `on_published` gets their reference, and another one whenever they were released, as by
-    `kvxferd cancel`. In the end the transfer is withdrawn and the engine gone. Raises KvxferdError if the
-    daemon does not take them.
+    `on_published` gets their reference. In the end the transfer is withdrawn and the engine gone. Raises
+    KvxferdError if the daemon does not take them.
     """
-    ends_at = time.monotonic() + for_s
+    name = secrets.token_hex(4)
     with _registered_rank(node, _new_engine_id()) as rank:
         rank.write(REQUEST)
-        while True:
-            name, left_s = secrets.token_hex(4), max(0.0, ends_at - time.monotonic())
-            # The lease does not end first: that would count as a transfer which nobody read in time.
-            ref = rank.publish(name, REQUEST, num_readers=NUM_READERS, lease_s=left_s + 2 * WITHDRAW_S)
-            try:
-                on_published(ref)
-                rank.await_release([name], left_s)
-            except KeyboardInterrupt:
-                break
-            except KvxferdError as error:
-                if error.code is not Code.DEADLINE:
-                    raise
-                break
-        with suppress(KvxferdError):  # a reader is there still, or no daemon: the session's end releases it
-            rank.unpublish(ref)
-            rank.await_release([name], WITHDRAW_S)
+        # The lease does not end first: that would count as a transfer which nobody read in time.
+        ref = rank.publish(name, REQUEST, num_readers=NUM_READERS, lease_s=for_s + 2 * WITHDRAW_S)
+        try:
+            on_published(ref)
+            rank.await_release([name], for_s)
+        except (KeyboardInterrupt, KvxferdError) as error:
+            if isinstance(error, KvxferdError) and error.code is not Code.DEADLINE:
+                raise
+            with suppress(KvxferdError):  # a reader is there still: the session's end releases it
+                rank.unpublish(ref)
+                rank.await_release([name], WITHDRAW_S)
 
 
-def not_measured() -> Finding:
-    """Return how to have the reference that `measure_link` needs."""
-    todo = "run `kvxferd doctor --serve` there, and here the command that it prints"
-    return Finding(check=CHECK, verdict=Verdict.OK, found="not measured", todo=todo)
+def check_link(node: CheckContext, ref: TransferRef) -> Iterator[Finding]:
+    """Yield whether the daemon of a `serve_link` is reached, and what pulls of its blocks find."""
+    reach = _reach(node, Endpoint(ref.endpoint))
+    yield reach
+    if reach.verdict is not Verdict.FAIL:
+        yield from measure_link(node, ref)
+
+
+def _reach(node: CheckContext, peer: Endpoint) -> Finding:
+    try:
+        allowlist, key = read_identity(node.config.peer)
+    except KvxferdError as error:
+        return warn("reach", f"not tried: {error.message}", "run doctor as root or as the daemon's user")
+    result = ping(peer, allowlist, key)
+    if result.outcome is not Outcome.OK:
+        return fail("reach", result.message, result.remedy, essential=True, outcome=result.outcome.value)
+    return ok("reach", f"{result.message}; round trip {format_time(result.median_s)}")
 
 
 def measure_link(node: CheckContext, ref: TransferRef) -> Iterator[Finding]:
@@ -111,36 +106,30 @@ def measure_link(node: CheckContext, ref: TransferRef) -> Iterator[Finding]:
                     todo = "do not use this link: a daemon or its network card is broken"
                     yield fail(CHECK, found, todo, essential=True, wrong_items=check.wrong_items)
                     return
-            yield judge(pulls, _ways(node, engine_id), _transports(node, engine_id))
+            yield judge(pulls, _transports(node, engine_id))
     except KvxferdError as error:
-        usual = remedy_of(error.code, Endpoint(ref.endpoint), node.config_path)
-        todo = LINK_REMEDIES.get(error.code, usual)
-        yield fail(
-            CHECK, f"{error.message} [{error.code.value}]", todo, essential=True, code=error.code.value
-        )
+        todo = _OPEN_PORTS if error.code in (Code.DEADLINE, Code.TRANSPORT) else _SERVE_AGAIN
+        found = f"{error.message} [{error.code.value}]"
+        yield fail(CHECK, found, todo, essential=True, code=error.code.value)
 
 
-def judge(pulls: list[Pulled], ways: dict[str, int], transports: dict[str, Any]) -> Finding:
+def judge(pulls: list[Pulled], transports: dict[str, Any]) -> Finding:
     """Return the finding on pulls whose bytes are right. `transports`: of `/v1/engines`, {} if not known."""
     first, *others = pulls
     speeds = [pull.bytes / pull.wire_s / 1e9 for pull in others]
     lanes, reach = transports.get("lanes", ""), transports.get("reach", "")
     facts = {
         "gigabytes_per_s": statistics.median(speeds),
-        "best_gigabytes_per_s": max(speeds),
-        "first_s": first.elapsed_s,
         "bytes": first.bytes,
         "pulls": len(pulls),
-        "ways": ways,
         "transports": lanes,
         "reach": reach,
     }
-    read = ", ".join(way for way, num_bytes in ways.items() if num_bytes) or "in a way that is not known"
     where = {"node": " within one machine", "network": " over the network"}.get(reach, "")
     found = (
         f"{facts['gigabytes_per_s']:.3g} GB/s (median of {len(speeds)} pulls of {format_size(first.bytes)}, "
-        f"{max(speeds):.3g} at best), read {read} by {lanes or 'unknown transports'}{where}; "
-        f"every byte is right; the first pull took {format_time(first.elapsed_s)}"
+        f"{max(speeds):.3g} at best) by {lanes or 'unknown transports'}{where}; every byte is right; the "
+        f"first pull took {format_time(first.elapsed_s)}"
     )
     if transports.get("slow"):
         todo = f"let the daemons read from each other's processes (one user, one PID namespace): {SLOW_PATH}"
@@ -149,14 +138,6 @@ def judge(pulls: list[Pulled], ways: dict[str, int], transports: dict[str, Any])
         todo = f"let movers use {', '.join(card.name for card in cards)} on both nodes: {SLOW_PATH}"
         return warn(CHECK, f"{found}, although there is an RDMA card here", todo, **facts)
     return ok(CHECK, found, **facts)
-
-
-def _ways(node: CheckContext, engine_id: str) -> dict[str, int]:
-    """Return how many bytes were read in each way."""
-    ways = Counter[str]()
-    for record in node.daemon.get(f"/v1/history?kind=pull&engine={engine_id}")["records"]:
-        ways.update(record.get("ways", {}))
-    return dict(ways)
 
 
 def _transports(node: CheckContext, engine_id: str) -> dict[str, Any]:
@@ -189,10 +170,4 @@ def _registered_rank(node: CheckContext, engine_id: str) -> Iterator[EngineRank]
         )
     with closing(EngineRank()) as rank:
         rank.register(node.config.worker.socket, spec, layout)
-        status, _ = node.daemon.request("GET", f"/v1/engines/{engine_id}/layouts")
-        if status == HTTPStatus.NOT_FOUND:
-            raise ConfigError(
-                f"cannot measure: {node.config.worker.socket} and {node.daemon.socket_path} are sockets of "
-                "two daemons; name the one's configuration with --config"
-            )
         yield rank

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
-import socket
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +18,6 @@ _SLOW = "reads within this node then go over TCP"
 
 _CARDS = Path("/sys/class/infiniband")
 _VERBS = Path("/dev/infiniband")
-_INTERFACES = Path("/sys/class/net")
-_SIOCGIFFLAGS = 0x8913
-_UP_AND_RUNNING = 0x1 | 0x40
 
 
 def same_node(node: CheckContext) -> Iterator[Finding]:
@@ -103,18 +97,10 @@ def tcp(node: CheckContext) -> Iterator[Finding]:
 
 
 def cards(node: CheckContext) -> Iterator[Finding]:
-    """Yield the interfaces, and each RDMA card with whether this user may open it."""
-    interfaces = [_interface(name) for _, name in socket.if_nameindex() if name != "lo"]
-    up = [text for is_up, text in interfaces if is_up]
-    if up:
-        yield ok("interfaces", ", ".join(up))
-    else:
-        found = ", ".join(text for _, text in interfaces) or "none but loopback"
-        yield warn("interfaces", found, "bring one up: no other node can be read")
-    found_cards = rdma_cards()
-    if not found_cards:
+    """Yield each RDMA card with whether this user may open it."""
+    if not (found := rdma_cards()):
         yield fail("rdma", "there is no RDMA card", "without one, other nodes are read over TCP")
-    yield from map(_card, found_cards)
+    yield from map(_card, found)
 
 
 def rdma_cards() -> list[Path]:
@@ -134,20 +120,6 @@ def _card(card: Path) -> Finding:
         todo = "give this user (or the container) /dev/infiniband/uverbs* with read and write"
         return fail("rdma", f"{found}; no device file can be opened", todo)
     return ok("rdma", found)
-
-
-def _interface(name: str) -> tuple[bool, str]:
-    is_up, speed = _is_up(name), _read_text(_INTERFACES / name / "speed")
-    known = speed.isdigit()  # a virtual interface has -1 or an error
-    return is_up, f"{name} {'up' if is_up else 'down'}" + (f" {int(speed) / 1000:g} Gb/s" if known else "")
-
-
-def _is_up(name: str) -> bool:
-    # /sys is not used: it may show another network namespace than that of this process.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        request = struct.pack("16sH14x", name.encode(), 0)
-        (flags,) = struct.unpack_from("16xH", fcntl.ioctl(asking, _SIOCGIFFLAGS, request))
-    return bool(flags & _UP_AND_RUNNING == _UP_AND_RUNNING)
 
 
 def _read_text(path: Path) -> str:

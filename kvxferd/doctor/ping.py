@@ -7,7 +7,6 @@ gives hardly a reason, so each step is tried by itself: name, TCP, ZMTP greeting
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import socket
@@ -220,34 +219,20 @@ def _check_mechanism(endpoint: Endpoint, mechanism: str) -> None:
 
 def _mechanism_there(endpoint: Endpoint, timeout_s: float) -> str:
     """Return the security mechanism of the ZMTP greeting there. Raises _Failed."""
-    port = int(address_of(endpoint).rpartition(":")[2])
+    place = host_of(endpoint), int(address_of(endpoint).rpartition(":")[2])
     try:
-        found = socket.getaddrinfo(host_of(endpoint), port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a label of no letters, or of more than 63
+        with socket.create_connection(place, timeout_s) as connection:
+            text = _exchange_greetings(connection, timeout_s)
+    except (socket.gaierror, UnicodeError) as error:  # a label of no letters, or of more than 63
         raise _Failed(Outcome.NAME_UNKNOWN, getattr(error, "strerror", None) or str(error)) from None
-    with _connect(found[0], timeout_s) as connection:
-        text = _exchange_greetings(connection, timeout_s)
+    except ConnectionRefusedError:
+        raise _Failed(Outcome.NOTHING_LISTENS) from None
+    except OSError as error:
+        why = "no answer to TCP" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise _Failed(Outcome.UNREACHABLE, why) from None
     if len(text) < GREETING_BYTES or text[0] != 0xFF or text[9] != 0x7F:
         raise _Failed(Outcome.NOT_A_DAEMON)
     return text[12:32].rstrip(b"\0").decode("ascii", "replace")
-
-
-def _connect(info: tuple[object, ...], timeout_s: float) -> socket.socket:
-    family, kind, protocol, _, address = info
-    connection = socket.socket(family, kind, protocol)  # type: ignore[arg-type]
-    connection.settimeout(timeout_s)
-    try:
-        connection.connect(address)  # type: ignore[arg-type]
-    except ConnectionRefusedError:
-        connection.close()
-        raise _Failed(Outcome.NOTHING_LISTENS) from None
-    except OSError as error:
-        connection.close()
-        why = "no answer to TCP" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        if error.errno == errno.ECONNRESET:
-            why = "the connection was reset"
-        raise _Failed(Outcome.UNREACHABLE, why) from None
-    return connection
 
 
 def _exchange_greetings(connection: socket.socket, timeout_s: float) -> bytes:
@@ -331,10 +316,15 @@ def _await_handshake(monitor: zmq.Socket[bytes], has_key: bool, timeout_s: float
                 return fd
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise _refused(str(int(found["value"])).encode(), has_key)
-            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                raise _broken(has_key)
-            case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
-                raise _broken(has_key)
+            case (
+                zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                | zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_CLOSED
+            ):
+                if has_key:
+                    raise _Failed(Outcome.WRONG_SERVER_KEY)
+                raise _Failed(Outcome.NO_REPLY, "it closes the connection during the handshake")
     raise _Failed(Outcome.NO_REPLY, "its handshake does not end, so its event loop is stuck or overloaded")
 
 
@@ -347,12 +337,6 @@ def _refused(status: bytes, has_key: bool) -> _Failed:
             f"it refuses the handshake with status {status.decode()}, as no kvxferd does",
         )
     return _Failed(Outcome.ADDRESS_REFUSED)
-
-
-def _broken(has_key: bool) -> _Failed:
-    if has_key:
-        return _Failed(Outcome.WRONG_SERVER_KEY)
-    return _Failed(Outcome.NO_REPLY, "it closes the connection during the handshake")
 
 
 def _round_trip(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 
 import kvxferd
 from kvxferd.doctor.nixl_read import read_between
 from kvxferd.doctor.report import CheckContext, Finding, fail, ok, warn
-from kvxferd.mover.backends import STORAGE_BACKENDS, Backend
-from kvxferd.mover.disconnects import provable_transports
+from kvxferd.mover.backends import STORAGE_BACKENDS
 
 _PACKAGES = (
     "msgspec",
@@ -43,36 +41,16 @@ def software(node: CheckContext) -> Iterator[Finding]:
         ucx = f"UCX {reading.ucx_version}" if reading.ucx_version else "UCX of unknown version"
         found = f"{reading.value['library']}, {ucx}, plugins {', '.join(plugins)}"
         yield ok("nixl", found, plugins=plugins, ucx=reading.ucx_version)
-        backend = Backend(node.config.mover.backend, node.config.mover.backend_parameters)
-        yield _backend(backend, plugins, reading.value["parameters"])
-    home = node.environment.get("HOME", "")
-    if not os.access(home, os.R_OK | os.X_OK):
-        yield warn(
-            "home",
-            f"HOME={home or '(unset)'} cannot be read by uid {os.geteuid()}; movers use / for it",
-            "set HOME to a directory that this user can read, where .nixl.cfg is to be found",
-        )
+        yield _backend(node, plugins, reading.value["parameters"])
 
 
-def _backend(backend: Backend, plugins: Sequence[str], parameters: Mapping[str, str]) -> Finding:
-    """Return the chosen backend, the plugins that could be chosen, and what a lost connection proves.
-
-    `parameters`: those that its plugin lists, with their defaults.
-    """
-    proves = sorted(provable_transports(backend))
+def _backend(node: CheckContext, plugins: Sequence[str], parameters: Mapping[str, str]) -> Finding:
+    """Return the chosen backend, and the choices. `parameters`: those that its plugin lists."""
+    mover = node.config.mover
     choices = [name for name in plugins if name not in STORAGE_BACKENDS]
-    facts = {
-        "backend": backend.name,
-        "choices": choices,
-        "parameters": parameters,
-        "ends_reads_over": proves,
-    }
-    found = f"{backend.name} of {', '.join(choices)}; a lost connection " + (
-        f"ends its reads over {', '.join(proves)} alone"
-        if proves
-        else "proves nothing with it: each costs the reader's mover"
-    )
-    if unlisted := sorted(backend.parameters.keys() - parameters.keys()):
+    found = f"{mover.backend} of {', '.join(choices)}"
+    facts = {"backend": mover.backend, "choices": choices, "parameters": parameters}
+    if unlisted := sorted(mover.backend_parameters.keys() - parameters.keys()):
         found += f"; its plugin does not list {', '.join(unlisted)} of mover.backend_parameters"
         todo = f"see that the names are right: it lists {', '.join(sorted(parameters)) or 'none'}"
         return warn("backend", found, todo, **facts)

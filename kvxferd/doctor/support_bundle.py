@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -25,6 +24,7 @@ from typing import Any
 from urllib.parse import quote, quote_plus
 
 import msgspec
+from zmq.utils import z85
 
 import kvxferd
 from kvxferd.config import Config, LoadedConfig, settings_in_effect
@@ -35,7 +35,10 @@ from kvxferd.redaction import is_secret_name, redact, redact_value
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.unix_socket import listening_pid
 
-FORMAT_VERSION = 1
+SECRETS_NOTE = (
+    "left out: texts of secret settings and variables, and what looks like a key; (key ...) is a "
+    "fingerprint, the same for the same key"
+)
 # Of one part. The largest is the history: records of a few hundred bytes each.
 MAX_PART_BYTES = 64 << 20
 MAX_THREADS = 256
@@ -62,42 +65,13 @@ PACKAGES = ("kvxferd", "nixl", "nixl-cu12", "nixl-cu13", "rixl", "pyzmq", "msgsp
             "numpy", "torch", "vllm", "prometheus-client", "structlog")  # fmt: skip
 
 
-class Part(msgspec.Struct, frozen=True):
-    """A file of the bundle, as the manifest lists it."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-class Missing(msgspec.Struct, frozen=True):
-    """A file that is not in the bundle, and why."""
-
-    name: str
-    why: str
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The first file of the bundle."""
-
-    format: int = FORMAT_VERSION
-    kvxferd: str = kvxferd.__version__
-    created: str = ""  # UTC
-    files: list[Part] = []
-    missing: list[Missing] = []
-    secrets: str = (
-        "left out: texts of secret settings and variables, and what looks like a key; (key ...) is a "
-        "fingerprint, the same for the same key"
-    )
-
-
 class CollectedParts:
     """The parts that were collected so far. Every text goes through `redact` on its way in."""
 
     def __init__(self, known: Collection[str]) -> None:
         self._known = known
         self.texts: dict[str, bytes] = {}
-        self.missing: list[Missing] = []
+        self.missing: dict[str, str] = {}  # the part's name, and why it is not there
 
     def add(self, name: str, collect: Callable[[], Any]) -> None:
         """Collect a part: text (`.txt`), or data that JSON can hold."""
@@ -117,13 +91,17 @@ class CollectedParts:
 
     def skip(self, name: str, why: str) -> None:
         """List a part that is not there."""
-        self.missing.append(Missing(name, redact(why, self._known)[:1000]))
+        self.missing[name] = redact(why, self._known)[:1000]
 
-    def manifest(self) -> Manifest:
-        """Return the list of all parts."""
-        parts = [Part(n, len(t), hashlib.sha256(t).hexdigest()) for n, t in self.texts.items()]
-        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return Manifest(created=created, files=parts, missing=self.missing)
+    def manifest(self) -> dict[str, Any]:
+        """Return the bundle's first file: when and by what it was made, all parts, and what is missing."""
+        return {
+            "kvxferd": kvxferd.__version__,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "files": {name: len(text) for name, text in self.texts.items()},
+            "missing": self.missing,
+            "secrets": SECRETS_NOTE,
+        }
 
 
 def collect(
@@ -140,7 +118,7 @@ def collect(
     if loaded is None:
         parts.skip("configuration.json", config_problem)
     else:
-        parts.add("configuration.json", lambda: configuration(loaded, config_path))
+        parts.add("configuration.json", lambda: settings_in_effect(loaded))
     parts.add("process.json", lambda: process_of(socket_path))
     _collect_from_daemon(parts, ControlClient(socket_path, RESPONSE_TIMEOUT_S))
     if with_doctor:
@@ -152,7 +130,7 @@ def collect(
 
 def _collect_from_daemon(parts: CollectedParts, daemon: ControlClient) -> None:
     for name, route in ROUTES.items():
-        if any(SOCKET_TIMEOUT_MESSAGE in one.why for one in parts.missing):
+        if any(SOCKET_TIMEOUT_MESSAGE in why for why in parts.missing.values()):
             parts.skip(name, f"{SOCKET_TIMEOUT_MESSAGE}: it did not for another file")
             continue
 
@@ -175,7 +153,8 @@ def known_secrets(config: Config | None, environ: Mapping[str, str]) -> set[str]
         for table in (config.mover.environment, config.mover.backend_parameters):
             known |= {text for name, text in table.items() if is_secret_name(name)}
         known |= _secret_key(config.peer.curve_secret_key_file)
-    written = {form(text) for text in known for form in (str, quote, quote_plus, _in_json)}
+    forms: tuple[Callable[[str], str], ...] = (str, quote, quote_plus, lambda text: json.dumps(text)[1:-1])
+    written = {form(text) for text in known for form in forms}
     return {text for text in written if text}
 
 
@@ -190,27 +169,12 @@ def _secret_key(path: str) -> set[str]:
         return set()
     if not secret:
         return set()
-    return {text, text.upper(), _z85(secret), repr(secret), base64.b64encode(secret).decode()}
+    return {text, text.upper(), z85.encode(secret).decode(), repr(secret), base64.b64encode(secret).decode()}
 
 
 def _is_path(text: str) -> bool:
     """Whether a variable names a file, which is no secret. A secret in base64 may begin with a slash too."""
     return text.startswith("/") and os.path.exists(text)
-
-
-def _in_json(text: str) -> str:
-    return json.dumps(text)[1:-1]
-
-
-def _z85(secret: bytes) -> str:
-    from zmq.utils import z85
-
-    return z85.encode(secret).decode()
-
-
-def configuration(loaded: LoadedConfig, path: Path | None) -> dict[str, Any]:
-    """Return every setting as a daemon started here would have it, without flags, and its source."""
-    return {"file": str(path) if path else None, "settings": settings_in_effect(loaded)}
 
 
 def versions() -> dict[str, Any]:
@@ -294,10 +258,9 @@ def _examine(_: object, socket_path: str, config_path: Path | None) -> dict[str,
     return {"findings": msgspec.to_builtins(findings), "status": exit_status(findings)}
 
 
-def write(parts: CollectedParts, output: Path) -> Manifest:
+def write(parts: CollectedParts, output: Path) -> None:
     """Write the bundle, mode 0600. Raises KvxferdError if the file is there, or cannot be written."""
-    manifest = parts.manifest()
-    texts = {"manifest.json": json.dumps(msgspec.to_builtins(manifest), indent=1).encode(), **parts.texts}
+    texts = {"manifest.json": json.dumps(parts.manifest(), indent=1).encode(), **parts.texts}
     try:
         fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -320,7 +283,6 @@ def write(parts: CollectedParts, output: Path) -> Manifest:
             f"cannot write a support bundle to {output}: {error.strerror}; give --output a file where there "
             "is room"
         ) from error
-    return manifest
 
 
 def _text_of(path: str | Path) -> str:

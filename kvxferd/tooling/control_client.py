@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,17 +60,20 @@ class ControlClient:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, wait_forever: bool = False
     ) -> tuple[int, bytes]:
         # Imported here: a verb is also imported to complete its options in a shell.
-        from kvxferd.tooling.unix_http import HttpError, UnixConnection
+        from http.client import HTTPConnection, HTTPException
 
-        connection = UnixConnection(self.socket_path, None if wait_forever else self._timeout_s)
+        connection = HTTPConnection("kvxferd")
         try:
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.settimeout(None if wait_forever else self._timeout_s)
+            connection.sock.connect(self.socket_path)
             connection.request(method, path, body=None if body is None else msgspec.json.encode(body))
             response = connection.getresponse()
             received = response.read(MAX_BODY_BYTES + 1)
             if len(received) > MAX_BODY_BYTES:
-                raise HttpError(f"its response has more than {MAX_BODY_BYTES >> 20} MiB")
+                raise HTTPException(f"its response has more than {MAX_BODY_BYTES >> 20} MiB")
             return response.status, received
-        except (OSError, HttpError) as error:
+        except (OSError, HTTPException) as error:
             raise self._connection_error(error) from error
         finally:
             connection.close()

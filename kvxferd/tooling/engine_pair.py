@@ -51,19 +51,6 @@ class EnginePair:
         """Return the same model and requests between two engines like this decode engine."""
         return dataclasses.replace(self, prefill=self.decode, name=name)
 
-    def differences(self) -> list[str]:
-        """Return in what the two engines differ."""
-        mine, theirs = self.prefill, self.decode
-        orders = [engine.layout.partition("-")[0] for engine in (mine, theirs)]
-        named = (
-            ("the order of heads and tokens", "NHD" in orders and orders[0] != orders[1]),
-            ("the layout", mine.layout != theirs.layout and "NHD" not in orders),
-            ("the block size", mine.block_tokens != theirs.block_tokens),
-            ("the tensor-parallel size", mine.tp != theirs.tp),
-            ("the pipeline stages", mine.pp != theirs.pp),
-        )
-        return [name for name, differs in named if differs]
-
     def engine(self, role: Role) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
         """Return what each rank of that engine registers with, stage by stage."""
         return _engine(self, role)

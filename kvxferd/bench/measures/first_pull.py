@@ -14,23 +14,18 @@ SHAPE = "llama-3-70b"
 
 
 def measure_first_pull(site: Site, workload: Workload) -> Iterator[Finding]:
-    """Measure first pulls of 64 MiB in each of the workload's layouts, in turn; every byte is compared."""
-    times: dict[str, list[float]] = {layout: [] for layout in workload.layouts}
+    """Measure first pulls of 64 MiB; every byte is compared."""
+    sized = equal_engines("sized", SHAPE, layers_for(SHAPE, FIRST_BYTES))
+    blocks = blocks_for(sized, FIRST_BYTES)
+    taken = []
     for number in range(workload.first_rounds):
-        for layout, taken in times.items():
-            sized = equal_engines("sized", SHAPE, layers_for(SHAPE, FIRST_BYTES), layout=layout)
-            blocks = blocks_for(sized, FIRST_BYTES)
-            pair = with_pool(sized, f"first-{number}", 2 * blocks)
-            with Testbed.open(site) as testbed, testbed.engines(pair) as engines:
-                case = Case(pair, BlockPattern.CONTIGUOUS, blocks)
-                (sample,) = verify_all_bytes(KvxferdPulls(engines, case, is_prepared=False))
-            taken.append(sample.seconds)
-    for layout, taken in times.items():
-        name, title = "first_pull_ms", "first pull, no earlier contact"
-        if len(times) > 1:
-            name, title = f"{name}_{layout}", f"{title}, {layout}"
-        how = (
-            f"{len(taken)} first pulls of {FIRST_BYTES // MIB} MiB, each between daemons and ranks that were "
-            "just started"
-        )
-        yield at_most(name, title, median(taken) * 1e3, 500, how, "ms")
+        pair = with_pool(sized, f"first-{number}", 2 * blocks)
+        with Testbed.open(site) as testbed, testbed.engines(pair) as engines:
+            case = Case(pair, BlockPattern.CONTIGUOUS, blocks)
+            (sample,) = verify_all_bytes(KvxferdPulls(engines, case, is_prepared=False))
+        taken.append(sample.seconds)
+    how = (
+        f"{len(taken)} first pulls of {FIRST_BYTES // MIB} MiB, each between daemons and ranks that were "
+        "just started"
+    )
+    yield at_most("first_pull_ms", "first pull, no earlier contact", median(taken) * 1e3, 500, how, "ms")

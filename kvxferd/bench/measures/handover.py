@@ -15,7 +15,6 @@ from kvxferd.bench.cases import (
     equal_engines,
     footprint,
     layers_for,
-    region_bytes,
     with_pool,
 )
 from kvxferd.bench.contenders import KVXFERD, Contender, KvxferdPulls, interleave
@@ -53,11 +52,6 @@ def ratio_of(point: Point, size: HandoverSize) -> Figure:
     name, aim = ("handover_ratio_one_chunk", 1.05) if size.num_chunks == 1 else ("handover_ratio", 0.25)
     title = f"handover by a pull after the end, {point.case['chunks']}"
     return at_most(name, title, point.ratios[PROGRESSIVE], aim, how)
-
-
-def largest_region(workload: Workload) -> int:
-    """Return the memory of a rank, on one side."""
-    return region_bytes(pair_of(workload))
 
 
 def pair_of(workload: Workload) -> EnginePair:

@@ -60,13 +60,6 @@ ALL_LAYOUTS = (
 )
 
 
-def layouts_of(names: tuple[str, ...]) -> tuple[Layouts, ...]:
-    """Return the engines that are measured: for several layouts, each between TP 4 and 2."""
-    if len(names) == 1:
-        return ALL_LAYOUTS
-    return tuple(Layouts(_engine(name, 16, tp=4), _engine(name, 16, tp=2)) for name in names)
-
-
 def measure_layouts(site: Site, workload: Workload) -> Iterator[Finding | str]:
     """Yield a point for each pair of layouts and each size that fits in memory, and what auto gains."""
     sizes = []
@@ -84,7 +77,7 @@ def measure_layouts(site: Site, workload: Workload) -> Iterator[Finding | str]:
             Testbed.open(site, KVXFERD_MOVER_READ=AUTO) as auto,
             Testbed.open(site, KVXFERD_MOVER_READ=DIRECT) as direct,
         ):
-            for number, layouts in enumerate(layouts_of(workload.layouts)):
+            for number, layouts in enumerate(ALL_LAYOUTS):
                 tokens = max(request_tokens(layouts, size.size_bytes) for size in sizes)
                 equal = Layouts(layouts.decode, layouts.decode)
                 with ExitStack() as stack:

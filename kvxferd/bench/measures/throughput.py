@@ -6,14 +6,12 @@ from collections.abc import Iterator
 
 from kvxferd.bench.cases import (
     MIB,
-    SHAPES,
     Case,
     blocks_for,
     equal_engines,
     footprint,
     ids_per_pull,
     layers_for,
-    region_bytes,
     with_pool,
 )
 from kvxferd.bench.contenders import ENGINE, KVXFERD, RAW, Rounds, contenders_of, interleave
@@ -33,8 +31,8 @@ def measure_throughput(site: Site, workload: Workload) -> Iterator[Finding]:
     """Yield a point for each of the workload's pulls that fits its shape, and their ratios."""
     alone = []
     with Testbed.open(site, has_baselines=True) as testbed:
-        for (shape, size, layout), pulls in by_engines(workload.throughput).items():
-            pair = pair_of(f"{shape}-{size}-{layout}", pulls)
+        for (shape, size), pulls in by_engines(workload.throughput).items():
+            pair = pair_of(f"{shape}-{size}", pulls)
             if pair is None:
                 continue
             with testbed.engines(pair) as engines:
@@ -95,29 +93,18 @@ def requests_per_round(pulls: ThroughputPulls) -> int:
     return max(pulls.in_flight, min(_MAX_PER_ROUND, _ROUND_BYTES // pulls.size_bytes), 1)
 
 
-def largest_region(workload: Workload) -> int:
-    """Return the memory of the largest rank that the workload's pulls need, on one side."""
-    groups = by_engines(workload.throughput).values()
-    return max((region_bytes(pair) for group in groups if (pair := pair_of("size", group))), default=0)
-
-
-def by_engines(pulls: tuple[ThroughputPulls, ...]) -> dict[tuple[str, int, str], list[ThroughputPulls]]:
-    """Return the points that one pair of engines serves, by shape, size and layout."""
-    groups: dict[tuple[str, int, str], list[ThroughputPulls]] = {}
+def by_engines(pulls: tuple[ThroughputPulls, ...]) -> dict[tuple[str, int], list[ThroughputPulls]]:
+    """Return the points that one pair of engines serves, by shape and size."""
+    groups: dict[tuple[str, int], list[ThroughputPulls]] = {}
     for one in pulls:
-        groups.setdefault((one.shape, one.size_bytes, one.layout), []).append(one)
+        groups.setdefault((one.shape, one.size_bytes), []).append(one)
     return groups
 
 
 def pair_of(name: str, pulls: list[ThroughputPulls]) -> EnginePair | None:
-    """Return engines for pulls of one shape, size and layout.
-
-    None if its states alone are larger, or a hybrid cannot have the layout.
-    """
-    shape, size, layout = pulls[0].shape, pulls[0].size_bytes, pulls[0].layout
-    if SHAPES[shape].is_hybrid and layout != "HND":
-        return None
-    sized = equal_engines("sized", shape, layers_for(shape, size), layout=layout)
+    """Return engines for pulls of one shape and size; None if its states alone are larger."""
+    shape, size = pulls[0].shape, pulls[0].size_bytes
+    sized = equal_engines("sized", shape, layers_for(shape, size))
     blocks = blocks_for(sized, size)
     if blocks == 0 or footprint(sized).state_bytes > size:
         return None

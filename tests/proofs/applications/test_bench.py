@@ -81,7 +81,7 @@ def test_every_figure_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("measure", ["throughput", "first"])
 def test_a_signal_leaves_nothing_behind(place: Path, number: signal.Signals, measure: str) -> None:
-    flags = ("--rounds", "20", "--transport", "cma", "--size", "256K", "--in-flight", "1")
+    flags = ("--transport", "cma", "--size", "256K")
     process = start(place, "--measure", measure, *flags)
     assert process.stderr is not None
     # In the middle of a round, or with daemons starting.

@@ -58,17 +58,9 @@ def test_transports_that_the_operator_has_narrowed_are_named_as_the_reason():
 def test_a_configuration_that_the_daemon_would_refuse(tmp_path: Path):
     path = tmp_path / "kvxferd.toml"
     path.write_text("[transfer]\nlease = 3\n")
-    found = examine("--config", str(path), "--check", "descriptors")
+    found = examine("--config", str(path), "--check", "memlock")
     assert found.status == 1
     assert "lease_s" in found.of("configuration")["found"]
-
-
-def test_few_descriptors(tmp_path: Path):
-    found = examine("--check", "descriptors", prefix=("prlimit", "--nofile=256:256"))
-    low = found.of("descriptors")
-    assert low["verdict"] == "warn"
-    assert "at most 256" in low["found"]
-    assert "LimitNOFILE=" in low["todo"]
 
 
 IMPORTS = """
@@ -101,7 +93,7 @@ for finding in run_directory(node):
     print(finding.verdict, finding.found, finding.todo)
 """
     said = run_as(body, "/root-only/kvxferd", imports=IMPORTS)
-    assert said.startswith("no /root-only/kvxferd is not there, and uid 65534 cannot make it in /")
+    assert said.startswith("no uid 65534 cannot make /root-only/kvxferd")
     assert "RuntimeDirectory=" in said
 
 
@@ -142,7 +134,6 @@ def test_no_network_at_all_is_found_and_named():
     tcp = found.of("tcp")
     assert (tcp["verdict"], tcp["essential"]) == ("no", True)
     assert "loopback" in tcp["todo"]
-    assert found.of("interfaces")["verdict"] == "warn"
 
 
 @pytest.mark.netns
@@ -158,7 +149,7 @@ def test_a_daemon_that_runs_says_what_it_is(tmp_path: Path):
     daemon = DaemonProcess(tmp_path)
     try:
         daemon.wait_ready()
-        flags = ("--socket", daemon.control.socket_path, "--check", "answering", "--check", "workers")
+        flags = ("--socket", daemon.control.socket_path, "--check", "answering")
         found = examine(*flags)
     finally:
         daemon.stop()
@@ -177,11 +168,10 @@ def test_a_daemon_that_is_stuck_is_a_finding(tmp_path: Path):
     assert "has not answered for 5 s" in found.of("daemon")["found"]
 
 
-def test_the_backend_is_shown_with_the_plugins_and_with_what_it_proves():
+def test_the_backend_is_shown_with_the_plugins():
     found = examine("--check", "software")
     backend = found.of("backend")
     assert (backend["verdict"], backend["facts"]["backend"]) == ("ok", "UCX")
-    assert backend["facts"]["ends_reads_over"] == ["cma", "self", "tcp"]
     assert "UCX" in backend["facts"]["choices"]
     assert "POSIX" not in backend["facts"]["choices"], "it moves files"
     assert "ucx_devices" in backend["facts"]["parameters"]
@@ -189,7 +179,6 @@ def test_the_backend_is_shown_with_the_plugins_and_with_what_it_proves():
     backend = examine("--check", "software", environment=changed).of("backend")
     assert backend["verdict"] == "warn"
     assert "does not list ucx_device of" in backend["found"]
-    assert backend["facts"]["ends_reads_over"] == []
 
 
 def test_a_backend_that_is_not_there_is_a_failure_that_names_those_that_are():

@@ -17,7 +17,7 @@ from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 FLAGS = ("--gpu", "--driver", FAKE, "--check", "gpus")
-ALL = ["device copy", "direct", "resident", "staged"]
+ALL = ["direct", "resident", "staged"]
 
 
 def test_every_placement_is_tried_checked_and_timed():

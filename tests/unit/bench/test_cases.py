@@ -17,7 +17,7 @@ from kvxferd.bench.cases import (
     layout_of,
     runs_of,
 )
-from kvxferd.bench.workload import ALL_SIZES
+from kvxferd.cli.bench import SIZES
 from kvxferd.ids import Rank
 from kvxferd.layout.presets import deploy
 from kvxferd.tooling.engine_pair import EnginePair
@@ -44,7 +44,12 @@ def test_eight_ranks_of_llama_are_the_engine_of_tp8() -> None:
 @pytest.mark.parametrize(
     ("shape", "size"),
     # The states of a hybrid alone are 50 MiB.
-    [(shape, size) for shape in SHAPES for size in ALL_SIZES if shape != "mamba2-hybrid" or size >= 64 * MIB],
+    [
+        (shape, size)
+        for shape in SHAPES
+        for size in SIZES.values()
+        if shape != "mamba2-hybrid" or size >= 64 * MIB
+    ],
 )
 def test_a_pull_has_about_the_size_that_was_asked_for(shape: str, size: int) -> None:
     pair = sized(shape, size)

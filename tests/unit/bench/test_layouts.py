@@ -5,18 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.bench.cases import BLOCKS_PER_RUN, GIB, MIB, BlockPattern, Case, block_lists, footprint
-from kvxferd.bench.measures.layouts import ALL_LAYOUTS, Layouts, layouts_of, pair_of, request_tokens
+from kvxferd.bench.measures.layouts import ALL_LAYOUTS, Layouts, pair_of, request_tokens
 from kvxferd.tooling.engine_pair import ROLES
 
 TOKEN_BYTES = 4 * 2 * 8 * 256  # four layers, K and V, eight heads of 128 in two bytes
-
-
-def test_several_layouts_are_each_read_from_twice_as_many_ranks() -> None:
-    assert layouts_of(("HND",)) == ALL_LAYOUTS
-    assert list(map(str, layouts_of(("LBNHC", "BHLNC")))) == [
-        "LBNHC/16 TP4 to LBNHC/16 TP2",
-        "BHLNC/16 TP4 to BHLNC/16 TP2",
-    ]
 
 
 @pytest.mark.parametrize("layouts", ALL_LAYOUTS, ids=str)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -86,36 +85,6 @@ async def test_json_is_one_object(tmp_path: Path, verb: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        (["engines"], ["decode-0", "<b>odd</b>"]),
-        (["engines", "--sort", "engine"], ["<b>odd</b>", "decode-0"]),
-        (["engines", "--sort", "-layers"], ["<b>odd</b>", "decode-0"]),
-        (["transfers", "--sort", "-transfer"], ["req-2", "req-1"]),
-        (["peers"], ["tcp://10.0.0.2:9441"]),
-    ],
-)
-async def test_names_alone_are_a_line_each(tmp_path: Path, arguments: list[str], names: list[str]) -> None:
-    async with daemon(tmp_path) as config:
-        result = await run(*arguments, "-o", "name", "--socket", config.control.socket)
-    assert (result.exit_code, result.stdout.splitlines()) == (0, names)
-
-
-async def test_forms_of_a_list(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as config:
-        socket = ("--socket", config.control.socket)
-        as_json = await run("peers", "-o", "json", *socket)
-        assert as_json.stdout == (await run("peers", "--json", *socket)).stdout
-        assert "boot-b" in (await run("peers", "-o", "wide", *socket)).stdout
-        odd = await run("peers", "--sort", "colour", *socket)
-        assert odd.exit_code == 2
-        assert "'colour' is no column: peer, state, " in odd.stderr
-        unset = await run("engines", "--sort", "-GB/s", *socket)  # a rank that was not measured comes last
-        ranks = unset.stdout.partition("Ranks\n")[2].partition("Recorded")[0].splitlines()[1:]
-        assert [line.split()[0] for line in ranks] == ["decode-0", "decode-0", "<b>odd</b>"]
-
-
-@pytest.mark.parametrize(
     ("name", "kinds"),
     [
         ("decode-0", {"engines", "ownerships", "transfers", "pulls", "history"}),
@@ -175,16 +144,6 @@ async def test_a_topology_has_the_names_of_in_engine_connectors(tmp_path: Path) 
         ([0, 1], 1),
     ]
     assert [one["target_remote_ranks"] for one in shown] == [[0, 1], [1], [1]]
-
-
-async def test_without_remote_engines_one_line_says_so(tmp_path: Path) -> None:
-    class Alone(StillNode):
-        def topologies(self) -> list[dict[str, Any]]:
-            return []
-
-    async with daemon(tmp_path, Alone()) as config:
-        result = await run("topology", "--socket", config.control.socket)
-    assert (result.exit_code, result.stdout) == (0, "Remote engines: none\n")
 
 
 async def test_the_socket_comes_from_the_same_settings_as_the_daemons(tmp_path: Path) -> None:

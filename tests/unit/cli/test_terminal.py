@@ -181,14 +181,6 @@ def test_a_narrow_terminal_gets_fewer_columns_and_a_note(
     assert note == ([f"(a wider terminal, or a pipe, also has: {', '.join(hidden)})"] if hidden else [])
 
 
-def test_all_columns_where_they_are_wanted_and_how_many_rows_are_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shown = printed_table(20, monkeypatch, is_wide=True, more=3).splitlines()
-    assert shown[1].split() == ["ID", "SIZE", "AGE", "NOTE"]
-    assert shown[-1] == "(and 3 more)"
-
-
 def test_one_long_cell_does_not_move_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     out = StringIO()
     with redirect_stdout(out):

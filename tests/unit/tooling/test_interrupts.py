@@ -1,11 +1,11 @@
-"""A tool's interrupt comes once, and not between a process's start and its owner's knowing of it."""
+"""A tool's interrupt comes once."""
 
 import os
 import signal
 
 import pytest
 
-from kvxferd.tooling.interrupts import interrupted_once, uninterrupted
+from kvxferd.tooling.interrupts import interrupted_once
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -20,13 +20,6 @@ def interrupted_twice(number: signal.Signals, done: list[str]) -> None:
             done.append("cleaned up")
 
 
-def interrupted_while_starting(number: signal.Signals, done: list[str]) -> None:
-    with interrupted_once(), uninterrupted():
-        os.kill(os.getpid(), number)
-        done.append("started")
-        done.append("owned")
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_interrupts_once_and_handlers_come_back(number: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
@@ -35,14 +28,3 @@ def test_a_signal_interrupts_once_and_handlers_come_back(number: signal.Signals)
         interrupted_twice(number, done)
     assert done == ["cleaned up"]
     assert [signal.getsignal(each) for each in SIGNALS] == before
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_waits_for_the_end_of_what_may_not_be_interrupted(number: signal.Signals) -> None:
-    done: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_while_starting(number, done)
-    assert done == ["started", "owned"]
-    with interrupted_once(), uninterrupted():
-        done.append("the next tool is not interrupted by the last one's signal")
-    assert len(done) == 3
