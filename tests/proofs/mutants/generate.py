@@ -1,139 +1,127 @@
 """Mutants that are made from the source as it is: the careless refactorings of a stranger.
 
 A planted bug breaks a promise that its author had in mind; these show what nobody thought of. Each has a name
-such as `core/sink/pulls.py:123 stale`: the file, the line, and which operator of `sites` has changed it. It
-is a `Mutant` whose text is the whole module, so it is planted and judged as any other.
+such as `core/sink/pulls.py:123 dropped 2`: the file, the line, what was done there, and its number on that
+line. It is a `Mutant` whose text is the whole module, so it is planted and judged as any other.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import random
-import re
 from collections import Counter
-from collections.abc import Iterator
-from fnmatch import fnmatch
+from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tests.proofs.mutants.mutant import PACKAGE, Mutant, MutantError, sources
-from tests.proofs.mutants.sites import Module, Site
 
-ROOMS = ("core", "client", "mover", "control", "plan", "wire")
-MAX_PER_FILE = 3
-
-# What no mutant is made of, by the reason: names of files, as fnmatch has them.
-EXCLUDED = {
-    "names of other modules": "*__init__",
-    "asyncio, or threads, around a session": "client/aio client/blocking",
-    "memory and events of a GPU": "client/gpu_events mover/chunks/device_scatter mover/transport/*probe",
-    "the transfer library, its settings and its files": (
-        "mover/transport/nixl mover/backends mover/disconnects mover/reads/warmup mover/shm"
-        " mover/ucx_settings"
-    ),
-    "processes and limits of the operating system": (
-        "mover/process/child_main mover/process/forkserver mover/linux_process control/fd_budget"
-    ),
-    "HTTP": "control/http_* control/admin_handlers control/response* control/status_page",
-    "TCP and authentication below ZMQ": (
-        "control/connection_* control/curve_keys control/peer_admission control/resolver control/zap"
-    ),
-    "what an operator writes and reads": (
-        "control/allowed_keys_file control/node_admin control/operator_log control/placement_warnings"
-        " mover/process/log_formatter core/sink/deadline_reasons plan/differences"
-    ),
-    "telemetry": "core/sink/pull_records core/views/* wire/traceparent",
-}
-
-_ENUM = re.compile(r"^class (\w+)\((?:Str|Int)?Enum\):\n((?:(?:    .*)?\n)*)", re.MULTILINE)
-_MEMBER = re.compile(r"^    ([A-Z][A-Z0-9_]*) = ", re.MULTILINE)
+# What the simulation runs and decides by.
+FOLDERS = ("core", "client", "mover/reads", "mover/chunks", "plan", "wire")
+# Statements with one of these words only log, count or show.
+SHOWN = ("log.", "phases_s", "metrics", "traceparent", "emit_record", "EmitRecord", "CountServed")
+BOUNDARIES: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
 
 
-def generate(count: int, seed: int) -> list[Mutant]:
-    """Return the first mutants of a seed. Raises MutantError where there are fewer."""
-    found = list(islice(draw(seed), count))
-    if len(found) < count:
-        raise MutantError(f"cannot draw {count} mutants: there are {len(found)}, {MAX_PER_FILE} of a file")
+class Change(NamedTuple):
+    """What may be done to one node of a tree; `make` does it, and the tree is another then."""
+
+    operator: str
+    line: int
+    make: Callable[[], None]
+
+
+def changes(tree: ast.AST) -> Iterator[Change]:
+    """Yield all that can be done, in the same order for each tree of one source."""
+    for node in ast.walk(tree):
+        for name, value in ast.iter_fields(node):
+            if name in ("body", "orelse", "finalbody") and isinstance(value, list):
+                yield from _of_block(value)
+        match node:
+            case ast.Compare(ops=[op], lineno=line) if type(op) in BOUNDARIES:
+                yield Change("boundary", line, _set(node, "ops", [BOUNDARIES[type(op)]()]))
+            case ast.BoolOp(values=values, lineno=line):
+                for index in range(len(values)):
+                    left = values[:index] + values[index + 1 :]
+                    yield Change("missing-check", line, _set(node, "values", left))
+            case ast.If(test=test, lineno=line) if not _is_shown(node.body[0]):
+                yield Change("missing-check", line, _set(node, "test", ast.UnaryOp(ast.Not(), test)))
+
+
+def _of_block(block: list[ast.stmt]) -> Iterator[Change]:
+    """A call, an update or an early exit is lost; two neighbours change places."""
+    for index, one in enumerate(block):
+        targets = one.targets if isinstance(one, ast.Assign) else [getattr(one, "target", None)]
+        is_update = isinstance(targets[0], ast.Attribute | ast.Subscript)  # what a local lacks fails at once
+        is_exit = isinstance(one, ast.If) and isinstance(one.body[-1], ast.Return | ast.Raise | ast.Continue)
+        is_call = isinstance(one, ast.Expr) and isinstance(one.value, ast.Call | ast.Await)
+        if (is_update or is_exit or is_call or isinstance(one, ast.Delete)) and not _is_shown(one):
+            yield Change("dropped", one.lineno, _put(block, index, ast.Pass()))
+        if isinstance(one, ast.Expr | ast.Assign | ast.AugAssign) and not _is_shown(one):
+            after = block[index + 1] if index + 1 < len(block) else None
+            is_statement = isinstance(after, ast.Expr | ast.Assign | ast.AugAssign)
+            if after is not None and is_statement and (_calls(one) or _calls(after)):
+                yield Change("moved", one.lineno, _put(block, index, after, one))
+
+
+def _calls(node: ast.stmt) -> bool:
+    return any(isinstance(one, ast.Call) for one in ast.walk(node))
+
+
+def _is_shown(node: ast.stmt) -> bool:
+    return any(word in ast.unparse(node) for word in SHOWN)
+
+
+def _set(node: ast.AST, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(node, name, value)
+
+
+def _put(block: list[ast.stmt], index: int, *new: ast.stmt) -> Callable[[], None]:
+    def put() -> None:
+        block[index : index + len(new)] = new
+
+    return put
+
+
+@cache
+def names(path: Path) -> list[str]:
+    """Return the names of a file's mutants."""
+    file, numbers = path.relative_to(PACKAGE).as_posix(), Counter[str]()
+    found = []
+    for change in changes(ast.parse(sources()[path])):
+        name = f"{file}:{change.line} {change.operator}"
+        numbers[name] += 1
+        found.append(name if numbers[name] == 1 else f"{name} {numbers[name]}")
     return found
-
-
-def draw(seed: int) -> Iterator[Mutant]:
-    """Yield mutants, the same for one seed and one source.
-
-    Each time a file is drawn by its number of sites, then one of its operators, then a site of that.
-    """
-    rng = random.Random(seed)
-    left = {path: dict(found) for path in files() if (found := _sites(path))}
-    num_drawn: Counter[Path] = Counter()
-    while left:
-        (path,) = rng.choices(list(left), [len(found) for found in left.values()])
-        found = left[path]
-        operator = rng.choice(sorted({site.operator for site in found.values()}))
-        name = rng.choice([name for name, site in found.items() if site.operator == operator])
-        yield _mutant(path, name, found.pop(name))
-        num_drawn[path] += 1
-        if num_drawn[path] == MAX_PER_FILE or not found:
-            del left[path]
 
 
 def named(name: str) -> Mutant:
     """Return the mutant of this name. Raises MutantError where there is none."""
     path = PACKAGE / name.partition(":")[0]
-    if path not in files() or name not in _sites(path):
+    if path not in sources() or name not in names(path):
         raise MutantError(f"no mutant has the name {name!r}")
-    return _mutant(path, name, _sites(path)[name])
+    tree = ast.parse(sources()[path])
+    list(changes(tree))[names(path).index(name)].make()
+    return Mutant(
+        name=name, promise="", old=sources()[path], new=ast.unparse(ast.fix_missing_locations(tree))
+    )
 
 
-def operator_of(mutant: Mutant) -> str:
-    """Return which operator has made the mutant."""
-    return mutant.name.split()[1]
+def draw(seed: int) -> Iterator[Mutant]:
+    """Yield mutants, the same for one seed and one source."""
+    rng = random.Random(seed)
+    while True:
+        folder = PACKAGE / rng.choice(FOLDERS)
+        path = rng.choice([path for path in sources() if folder in path.parents])
+        if found := names(path):
+            yield named(rng.choice(found))
 
 
 def diff_of(mutant: Mutant) -> str:
-    """Return what the mutant changes, as a unified diff."""
-    old, new = mutant.old.splitlines(keepends=True), mutant.new.splitlines(keepends=True)
-    file = mutant.path.relative_to(PACKAGE.parent).as_posix()
-    return "".join(difflib.unified_diff(old, new, file, mutant.name))
-
-
-def files() -> list[Path]:
-    """Return the files that mutants are made of."""
-    names = {path: path.relative_to(PACKAGE).as_posix() for path in sources()}
-    return [path for path, name in names.items() if name.partition("/")[0] in ROOMS and not is_excluded(name)]
-
-
-def is_excluded(file: str) -> bool:
-    """Whether no mutant is made of a file, such as `core/sink/pulls.py`."""
-    patterns = " ".join(EXCLUDED.values()).split()
-    return any(fnmatch(file, f"{pattern}.py") for pattern in patterns)
-
-
-def _mutant(path: Path, name: str, site: Site) -> Mutant:
-    old = sources()[path]
-    return Mutant(name=name, promise="", old=old, new=changed(old, site))
-
-
-def changed(source: str, site: Site) -> str:
-    """Return the source with the site's text replaced."""
-    text = source.encode()
-    return (text[: site.start] + site.new + text[site.end :]).decode()
-
-
-@cache
-def _sites(path: Path) -> dict[str, Site]:
-    """Return the sites of a file by their names: where a line has more of one operator they have numbers."""
-    file, numbers = path.relative_to(PACKAGE).as_posix(), Counter()
-    found = {}
-    for site in Module(sources()[path], _enums()).sites:
-        name = f"{file}:{site.line} {site.operator}"
-        numbers[name] += 1
-        found[name if numbers[name] == 1 else f"{name} {numbers[name]}"] = site
-    return found
-
-
-@cache
-def _enums() -> dict[str, list[str]]:
-    """Return the members of each enum of the package."""
-    bodies = [match.groups() for source in sources().values() for match in _ENUM.finditer(source)]
-    return {name: members for name, body in bodies if len(members := _MEMBER.findall(body)) > 1}
+    """Return what the mutant changes, without comments, as a unified diff."""
+    old, new = ast.unparse(ast.parse(mutant.old)).splitlines(), mutant.new.splitlines()
+    return "\n".join(difflib.unified_diff(old, new, mutant.name, n=2, lineterm=""))

@@ -56,11 +56,6 @@ class Mutant:
         return ".".join(self.path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
     @property
-    def room(self) -> str:
-        """The folder of the package that it is in, such as `mover/process`."""
-        return self.path.parent.relative_to(PACKAGE).as_posix()
-
-    @property
     def is_for_simulation(self) -> bool:
         """Whether the simulation must notice it."""
         return not (self.hostile or self.unseen)

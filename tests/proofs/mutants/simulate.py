@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from typing import NamedTuple
 
-from tests.proofs.mutants.mutant import Mutant
-from tests.proofs.mutants.run import run_module
+from tests.proofs.mutants.mutant import ROOT, Mutant
 
-SIMULATION = "tests.simulation"
 CONTROL_FAULTS = 300
 START_S, S_PER_FAULT = 300.0, 0.5  # many times what a busy machine takes
 MAX_FALSE_ALARMS = 2
-HANGS, ENDS = "hangs", "ends"
 
 
 class Outcome(NamedTuple):
@@ -25,10 +25,24 @@ class Outcome(NamedTuple):
     faults: int | None
     how: str
 
-    @property
-    def has_stopped_it(self) -> bool:
-        """Whether the simulation has not come to its end with the mutant."""
-        return self.how.startswith((HANGS, ENDS))
+
+def run_module(mutant: Mutant | None, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a module with its arguments, with or without a mutant. Raises TimeoutExpired where it does not end.
+
+    The processes that it leaves are killed: the mutant may lack what ends them.
+    """
+    planted = [] if mutant is None else ["tests.proofs.mutants.apply", mutant.name]
+    command = [sys.executable, "-m", *planted, *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def check_control(seed: int) -> None:
@@ -50,7 +64,8 @@ def simulate(mutant: Mutant, seed: int, max_faults: int) -> Outcome:
         if outcome.faults is None:
             return outcome
         num_faults += outcome.faults
-        if episode is None or not _fails(episode):
+        # One that fails without any bug too is the simulation's own, or a real defect.
+        if episode is None or not _run(None, "--episode", episode).returncode:
             return outcome._replace(faults=num_faults)
         print(f"{mutant.name}: episode {episode} fails without it too", file=sys.stderr, flush=True)
     return Outcome(mutant, None, f"missed: {MAX_FALSE_ALARMS + 1} episodes fail without it too")
@@ -61,10 +76,10 @@ def _simulate_once(mutant: Mutant, seed: int, max_faults: int) -> tuple[Outcome,
     try:
         done = _run(mutant, "--faults", max_faults, "--seed", seed, max_faults=max_faults)
     except subprocess.TimeoutExpired as error:
-        return Outcome(mutant, None, f"{HANGS}: no violation in {error.timeout:g} s of seed {seed}"), None
+        return Outcome(mutant, None, f"hangs: no violation in {error.timeout:g} s of seed {seed}"), None
     lines = done.stdout.splitlines()
     if not lines:
-        return Outcome(mutant, None, f"{ENDS}: seed {seed}: {done.stderr[-2000:]}"), None
+        return Outcome(mutant, None, f"ends: seed {seed}: {done.stderr[-2000:]}"), None
     told = json.loads(lines[-1])
     if done.returncode == 0:
         return Outcome(mutant, None, f"missed: {told['faults']} faults of seed {seed}"), None
@@ -73,13 +88,8 @@ def _simulate_once(mutant: Mutant, seed: int, max_faults: int) -> tuple[Outcome,
     return outcome, next(iter(told["failed_episodes"]), None)
 
 
-def _fails(episode: int) -> bool:
-    """Whether the episode fails without any bug: then it is the simulation's own, or a real defect."""
-    return _run(None, "--episode", episode).returncode != 0
-
-
 def _run(
     mutant: Mutant | None, *arguments: object, max_faults: int = CONTROL_FAULTS
 ) -> subprocess.CompletedProcess[str]:
     timeout_s = START_S + S_PER_FAULT * max_faults
-    return run_module(mutant, SIMULATION, *map(str, arguments), timeout_s=timeout_s)
+    return run_module(mutant, "tests.simulation", *map(str, arguments), timeout_s=timeout_s)

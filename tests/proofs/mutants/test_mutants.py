@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
-import json
 import subprocess
 import sys
-from pathlib import Path
+from itertools import islice
 
 import pytest
 
+from tests.proofs.mutants.generate import changes, diff_of, draw, named
 from tests.proofs.mutants.mutant import ROOT, Mutant, MutantError, all_mutants, plant, proofs
-from tests.proofs.mutants.verdicts import VERDICTS, print_verdicts
 
 NOTICED = "client-delivers-after-a-failure"
 
@@ -43,9 +43,35 @@ def test_a_planted_bug_is_noticed() -> None:
     assert done.returncode == 1, done.stdout + done.stderr
 
 
-def test_a_generated_mutant_has_a_verdict(tmp_path: Path) -> None:
-    output = tmp_path / "mutants.jsonl"
-    print_verdicts(1, seed=20261124, only="", max_faults=100, jobs=1, output=output)
-    row = json.loads(output.read_text().splitlines()[-1])  # those before it do not start
-    assert row["verdict"] in VERDICTS
-    assert bool(row["diff"]) == (row["verdict"] != VERDICTS[0])
+def test_a_seed_draws_the_same_mutants_each_of_which_can_be_planted() -> None:
+    drawn = list(islice(draw(7), 6))
+    assert [one.name for one in drawn] == [one.name for one in islice(draw(7), 6)]
+    for mutant in drawn:
+        assert named(mutant.name) == mutant
+        assert len([line for line in diff_of(mutant).splitlines() if line[0] in "+-"]) > 2, mutant.name
+        compile(mutant.mutated_source(), mutant.name, "exec")
+
+
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [
+        ("self.close()", {"dropped": ["pass"]}),
+        ("del held[name]", {"dropped": ["pass"]}),
+        ("if late:\n    return", {"dropped": ["pass"], "missing-check": ["if not late:\n    return"]}),
+        ("held.clear()\nself.n += 1\nreturn 1", {
+            "dropped": ["pass\nself.n += 1\nreturn 1", "held.clear()\npass\nreturn 1"],
+            "moved": ["self.n += 1\nheld.clear()\nreturn 1"],
+        }),
+        ("x = a < b", {"boundary": ["x = a <= b"]}),
+        ("x = a and b", {"missing-check": ["x = b", "x = a"]}),
+        ("log.info(1)", {}),
+    ],
+)  # fmt: skip
+def test_what_is_made_of_a_text(body: str, want: dict[str, list[str]]) -> None:
+    found: dict[str, list[str]] = {}
+    for number in range(len(list(changes(ast.parse(body))))):
+        tree = ast.parse(body)
+        change = list(changes(tree))[number]
+        change.make()
+        found.setdefault(change.operator, []).append(ast.unparse(tree))
+    assert found == want
