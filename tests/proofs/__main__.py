@@ -142,7 +142,7 @@ PROOFS = (
     ),
     Proof(
         "hosts", 1, tests="tests/proofs/hosts",
-        needs=(IS_ROOT, IP), paths=(*DAEMON, "tests/proofs/hosts", "tests/support/namespace_pair.py"),
+        needs=(IS_ROOT, IP), paths=(*DAEMON, "tests/proofs/hosts", "tests/support/network_namespaces.py"),
     ),
     Proof(
         "simulation", 5, "tests.simulation", f"--faults 10000 {SEED} --record --times",

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.proofs.hostile.registry import OUTSIDERS, Outcome, attacks
-from tests.proofs.hostile.runner import Runner
+from tests.proofs.hostile.attack import OUTSIDERS, attacks
+from tests.proofs.hostile.runner import Outcome, Runner
 
 
 def summary(outcomes: list[Outcome], seed: int, elapsed_s: float) -> dict[str, object]:
@@ -22,12 +22,12 @@ def summary(outcomes: list[Outcome], seed: int, elapsed_s: float) -> dict[str, o
     return {
         "attacks": len(outcomes),
         "survived": sum(o.survived for o in outcomes),
-        "wrong_items": sum(o.wrong for o in outcomes),
+        "wrong_items": sum(o.traffic.wrong for o in outcomes),
         "worst_turn_ms": round(max((o.turn_ms for o in outcomes), default=0.0), 1),
         "peak_extra_rss_mb": round(max(outside, default=0.0), 1),
         "peak_extra_rss_mb_of_ranks_and_peers": round(max(others, default=0.0), 1),
-        "honest_pulls": sum(o.honest for o in outcomes),
-        "honest_pulls_failed": sum(o.failed for o in outcomes),
+        "honest_pulls": sum(o.traffic.done for o in outcomes),
+        "honest_pulls_failed": sum(o.traffic.failed for o in outcomes),
         "not_survived": [o.attack.name for o in outcomes if not o.survived],
         "seed": seed,
         "elapsed_s": round(elapsed_s, 1),
@@ -54,7 +54,7 @@ def main() -> int:
     print(f"seed {seed}", file=sys.stderr, flush=True)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
-    runner = Runner(seed, given.keep, verbose=True)
+    runner = Runner(seed, given.keep)
     try:
         outcomes = runner.run(chosen)
     finally:

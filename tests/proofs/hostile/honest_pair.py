@@ -1,7 +1,6 @@
 """Two honest engines that read from each other and check every byte, in a process of their own.
 
-Each engine is source and sink. They go on while a call of `Pair` runs: the stage
-calls `go_on` whenever it waits.
+Each engine is source and sink. They go on between calls of `Pair`, and while one runs.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def spec_of(name: str, **more: Any) -> EngineSpec:
 
 @dataclass
 class Traffic:
-    """What the pair has done of itself since somebody looked last."""
+    """What the pair has done of itself."""
 
     done: int = 0
     failed: int = 0
@@ -132,7 +131,7 @@ class Pulling:
 
 
 class Pair:
-    """Its methods but `go_on` are what an attack may have it do; each returns how that went, by `outcome`."""
+    """What an attack may have it do returns how that went, by `outcome`."""
 
     def __init__(self, sockets: list[str]) -> None:
         self._sockets = sockets
@@ -147,19 +146,9 @@ class Pair:
         self._due = 0.0
         self._traffic = Traffic()
 
-    def go_on(self, seconds: float) -> Traffic:
-        """Return what has been done since `begin`, once so much time has passed."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            self._step(min(left, STEP_S))
-        return self._traffic
-
-    def begin(self) -> None:
-        """Count anew."""
-        self._traffic = Traffic()
-
-    def _step(self, limit_s: float = STEP_S) -> None:
-        select.select([engine.rank for engine in self._engines], [], [], limit_s)
+    def progress(self) -> bool:
+        """Let the traffic go on for a moment. It has no end."""
+        select.select([engine.rank for engine in self._engines], [], [], STEP_S)
         for number, engine in enumerate(self._engines):
             for event in engine.rank.poll():
                 self._take(number, engine, event)
@@ -167,11 +156,12 @@ class Pair:
             self._due = time.monotonic() + EVERY_S
             for number in range(len(self._engines)):
                 self._transfer(number)
+        return True
 
-    def _step_until(self, holds: Callable[[], bool], limit_s: float) -> None:
+    def _progress_until(self, holds: Callable[[], bool], limit_s: float) -> None:
         until = time.monotonic() + limit_s
         while not holds() and time.monotonic() < until:
-            self._step()
+            self.progress()
 
     # --- traffic
 
@@ -237,6 +227,13 @@ class Pair:
         else:
             self._traffic.fail(f"failed {outcome}: {why}")
 
+    def count_anew(self) -> None:
+        self._traffic = Traffic()
+
+    def traffic(self) -> Traffic:
+        """What has been done since `count_anew`."""
+        return self._traffic
+
     # --- what an attack has it do
 
     def pull(
@@ -248,7 +245,7 @@ class Pair:
             key = self._pull(sink, _formed(ref, form), request, deadline_s, is_requested=True)
         except Exception as error:
             return _raised(error)
-        self._step_until(lambda: key in self._ends, limit_s)
+        self._progress_until(lambda: key in self._ends, limit_s)
         return self._ends.pop(key, {"outcome": "no answer", "why": f"it did not end in {limit_s} s"})
 
     def hint(self, sink: int, ref: Any, what: str, form: str = "dict") -> dict[str, Any]:
@@ -283,7 +280,7 @@ class Pair:
         name = f"late-{self._counter}"  # which goes on counting
         thread = threading.Thread(target=lambda: outcomes.append(self._try(name)), daemon=True)
         thread.start()
-        self._step_until(lambda: not thread.is_alive(), 3 * NEWCOMER_S)
+        self._progress_until(lambda: not thread.is_alive(), 3 * NEWCOMER_S)
         return {"outcome": outcomes[0] if outcomes else "it never ended"}
 
     def _try(self, name: str) -> str:

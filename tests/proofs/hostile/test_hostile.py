@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
-from tests.proofs.hostile.attacker import Scene
-from tests.proofs.hostile.registry import Attack
+from tests.proofs.hostile.attack import Attack, Scene
 from tests.proofs.hostile.runner import Runner
 from tests.support.other_user import needs_root
 
@@ -13,14 +15,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_root]
 
 
 def _kill(scene: Scene) -> str:
-    scene.send_request("kill", node="a")
+    os.kill(scene.a.pid, signal.SIGKILL)
     return ""
 
 
 def test_a_daemon_that_dies_is_noticed():
     runner = Runner(seed=1)
     try:
-        (outcome,) = runner.run([Attack("kill", "", "operator", _kill)])
+        (outcome,) = runner.run([Attack("kill", "", "root", _kill)])
     finally:
         runner.close()
     assert not outcome.survived

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
-
-from tests.support.repository import ROOT as ROOT_DIRECTORY
+from typing import NamedTuple
 
 GROUP = 61_000  # of the worker socket
 
 
-@dataclass(frozen=True)
-class User:
+class User(NamedTuple):
     uid: int
     gid: int
 
@@ -31,19 +24,3 @@ ENGINES = User(61_002, GROUP)
 HOSTILE = User(61_003, GROUP)
 STRANGER = User(61_004, 61_004)
 ROOT = User(0, 0)
-
-
-@cache
-def can_start() -> bool:
-    """Whether the daemon's user can start this program where it lies; else the daemons are root's."""
-    modules = "tests.proofs.hostile.watched_daemon, kvxferd.mover.process.forkserver"
-    user: dict[str, Any] = {"user": DAEMON.uid, "group": DAEMON.gid, "extra_groups": []}
-    environ = os.environ | {"PYTHONPATH": str(ROOT_DIRECTORY)}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {modules}"], env=environ, stderr=subprocess.DEVNULL, check=False,
-            **user,
-        )  # fmt: skip
-    except PermissionError:
-        return False
-    return done.returncode == 0

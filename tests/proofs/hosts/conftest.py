@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.namespace_pair import Pair
+from tests.proofs.hosts.pair import Pair
 from tests.support.network_namespaces import Cable, NoNamespaces
+from tests.support.nodes.fleet import Fleet
 
 
 @pytest.fixture
@@ -30,11 +31,9 @@ def cable() -> Iterator[Cable]:
 
 
 @pytest.fixture
-def pair(cable: Cable, tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(cable, tmp_path)
+def pair(fleet: Fleet, cable: Cable, tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(fleet, cable, tmp_path)
     try:
-        pair.start()
         yield pair
     finally:
         pair.stop()
-    assert pair.tally.problems == []

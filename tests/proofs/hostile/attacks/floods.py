@@ -10,9 +10,8 @@ from kvxferd.wire import worker
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FRAME_BYTES
-from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attack import Scene, attack
 from tests.proofs.hostile.raw_protocol import WorkerByHand
-from tests.proofs.hostile.registry import attack
 from tests.support.raw_worker import connected, frame
 
 

@@ -6,14 +6,13 @@ import contextlib
 import socket
 import time
 
-from tests.proofs.hostile.attacker import Scene
-from tests.proofs.hostile.registry import attack
+from tests.proofs.hostile.attack import Scene, attack
 
 HEAD = b"GET /v1/status HTTP/1.1\r\nHost: [::1]\r\n"
 
 
 def tcp(scene: Scene) -> socket.socket:
-    made = socket.create_connection(scene.a.http, timeout=2.0)
+    made = socket.create_connection(scene.a.http_address, timeout=2.0)
     made.settimeout(2.0)
     return made
 

@@ -16,9 +16,8 @@ from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.wire import peer
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import BlockIds, Message, RankManifest
-from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attack import Scene, attack
 from tests.proofs.hostile.honest_pair import NUM_BLOCKS, TOKENS
-from tests.proofs.hostile.registry import attack
 
 Answer = Callable[[Any], list[Message]]
 
@@ -78,7 +77,7 @@ def ref_to(daemon: DaemonByHand, name: str) -> dict[str, Any]:
 
 def manifest_of(scene: Scene, place: str, engine: str) -> RankManifest:
     """What the daemon tells any admitted peer of an honest engine."""
-    one = scene.peer(scene.places[place])
+    one = scene.peer(scene.stage.nodes[place])
     reply = one.send_request(peer.ManifestRequest(request=2, engine_id=engine, generation="g1", wait_s=2.0))
     assert isinstance(reply, peer.ManifestReply), reply
     return reply.ranks[0]
@@ -154,15 +153,15 @@ def _mislead(scene: Scene, is_meant: Callable[[dict[str, Any], str], bool]) -> s
         binding = msgspec.structs.replace(mine.binding, **changed)
         spec = msgspec.structs.replace(mine.spec, engine_id=f"evil-{number}")
         daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, binding), {}))
-        before = scene.send_request("traffic")
+        before = scene.honest("traffic")
         came = scene.honest("pull", sink=1, ref=ref_to(daemon, f"evil-{number}"), deadline_s=3.0)
         scene.rest(0.3)
-        after = scene.send_request("traffic")
+        after = scene.honest("traffic")
         daemon.close()
         if came["outcome"] == "no answer":
             return f"the pull by manifest {number} never ended"
-        if after["failed"] > before["failed"] or after["wrong"] > before["wrong"]:
-            return f"manifest {number} (agent {changed['agent'][:8]}) cost others their pulls: {after['why']}"
+        if after.failed > before.failed or after.wrong > before.wrong:
+            return f"manifest {number} (agent {changed['agent'][:8]}) cost others their pulls: {after.why}"
     return ""
 
 

@@ -6,15 +6,14 @@ import contextlib
 import os
 from pathlib import Path
 
-from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attack import Scene, attack
 from tests.proofs.hostile.attacks.floods import newcomer
-from tests.proofs.hostile.registry import attack
 
 
 @attack("stranger", "user")
 def what_may_be_written(scene: Scene) -> str:
     """Nothing in the run directory is theirs to open for writing, to make, to rename or to remove."""
-    root = Path(scene.a.run_directory)
+    root = Path(scene.a.directory)
     for path in [root, *root.glob("**/*")]:
         if path.is_dir():
             with contextlib.suppress(OSError):
@@ -56,7 +55,7 @@ def shared_memory_squatted(scene: Scene) -> str:
 @attack("stranger")
 def what_strangers_may_know(scene: Scene) -> str:
     """The processes of a daemon of another user: their memory, descriptors and environment are nobody's."""
-    for pid in scene.send_request("pids", node="a"):
+    for pid in scene.pids:
         for name in ("mem", "environ", "fd/0", "maps"):
             with contextlib.suppress(OSError):
                 with open(f"/proc/{pid}/{name}", "rb") as file:

@@ -15,9 +15,8 @@ from kvxferd.wire import peer
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Binding, RankManifest, RegionAddress, TransferRef
 from kvxferd.wire.endpoint import address_of
-from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attack import Scene, attack
 from tests.proofs.hostile.raw_protocol import PeerByHand, stranger_key
-from tests.proofs.hostile.registry import attack
 
 ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire import worker
-from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attack import Scene, attack
 from tests.proofs.hostile.attacks.floods import reference
-from tests.proofs.hostile.registry import attack
 
 NUM_TRIED = 60  # of twice as many, others with each seed
 SURROGATE = "\ud800"

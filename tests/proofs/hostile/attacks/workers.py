@@ -16,9 +16,8 @@ from kvxferd.wire import mover, worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import MeasuredPlacement, Message, RegionAddress
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
-from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attack import Scene, attack
 from tests.proofs.hostile.raw_protocol import FACTS, WorkerByHand
-from tests.proofs.hostile.registry import attack
 from tests.support.raw_worker import frame
 
 
@@ -50,6 +49,17 @@ class MoverByHand:
         self.link = FrameSocket(ours)
         self.addresses = (RegionAddress(region=region.region, address=1 << 30, size_bytes=region.size_bytes),)
 
+    @classmethod
+    def bound(cls, scene: Scene, name: str) -> MoverByHand:
+        """One that is up and has bound its region, as far as the daemon can see."""
+        made = cls(scene, name)
+        agent = f"{scene.status['boot']}/{name}"
+        made.say(mover.MoverUp(agent=agent, library="nixl 1", pid=1))
+        scene.rest(0.3)
+        made.say(mover.Bound(regions=made.addresses, metadata=os.urandom(200)))
+        scene.rest(0.3)
+        return made
+
     def say(self, *messages: Message) -> None:
         for message in messages:
             self.link.send(encode(message))
@@ -65,17 +75,11 @@ class MoverByHand:
 @attack("worker", limit_s=60.0)
 def a_mover_that_speaks_for_others(scene: Scene) -> str:
     """A resident mover takes an honest agent's name, answers pulls, fences and questions of others."""
-    status = scene.send_request("status", node="a")
-    boot = status["boot"]
-    (rank,) = [r for e in status["engines"] if e["engine_id"] == "honest-0" for r in e["ranks"]]
+    (rank,) = [r for e in scene.status["engines"] if e["engine_id"] == "honest-0" for r in e["ranks"]]
     thief = MoverByHand(scene, "thief")
     thief.say(mover.MoverUp(agent=rank["agent"], library="nixl 1", pid=1))
     scene.rest(0.3)
-    other = MoverByHand(scene, "meddler")
-    other.say(mover.MoverUp(agent=f"{boot}/meddler", library="nixl 1", pid=1))
-    scene.rest(0.3)
-    other.say(mover.Bound(regions=other.addresses, metadata=os.urandom(200)))
-    scene.rest(0.3)
+    other = MoverByHand.bound(scene, "meddler")
     outcome = mover.PullOutcome(delivered=True)
     for number in range(200):
         other.say(
@@ -91,12 +95,7 @@ def a_mover_that_speaks_for_others(scene: Scene) -> str:
 @attack("worker", limit_s=60.0)
 def a_mover_that_never_stops(scene: Scene) -> str:
     """A resident mover sends a hundred thousand messages, in one breath."""
-    boot = scene.send_request("status", node="a")["boot"]
-    one = MoverByHand(scene, "talker")
-    one.say(mover.MoverUp(agent=f"{boot}/talker", library="nixl 1", pid=1))
-    scene.rest(0.3)
-    one.say(mover.Bound(regions=one.addresses, metadata=b"m"))
-    scene.rest(0.3)
+    one = MoverByHand.bound(scene, "talker")
     for _ in range(5):
         one.push(frame(mover.Polling(token=1)) * 20_000)
     one.push(frame(mover.ProbeResult(placement=MeasuredPlacement())) * 5_000)
@@ -108,12 +107,7 @@ def a_mover_that_never_stops(scene: Scene) -> str:
 @attack("worker", limit_s=60.0)
 def a_mover_that_does_not_read(scene: Scene) -> str:
     """A resident mover sends a hundred thousand messages that are void of it, and reads nothing."""
-    boot = scene.send_request("status", node="a")["boot"]
-    one = MoverByHand(scene, "deaf")
-    one.say(mover.MoverUp(agent=f"{boot}/deaf", library="nixl 1", pid=1))
-    scene.rest(0.3)
-    one.say(mover.Bound(regions=one.addresses, metadata=b"m"))
-    scene.rest(0.3)
+    one = MoverByHand.bound(scene, "deaf")
     for number in range(5):
         seen = mover.TransportsSeen(reach="node", transports=("tcp/lo",), is_fully_parsed=True)
         one.push(frame(mover.ChunkMemoryRequest(num_wanted=1) if number % 2 else seen) * 20_000)
@@ -124,7 +118,7 @@ def a_mover_that_does_not_read(scene: Scene) -> str:
 @attack("worker", limit_s=60.0)
 def a_mover_of_many_bytes(scene: Scene) -> str:
     """A resident mover announces frames that never end, and metadata of megabytes."""
-    boot = scene.send_request("status", node="a")["boot"]
+    boot = scene.status["boot"]
     for number in range(20):
         one = MoverByHand(scene, f"heavy-{number}")
         one.say(mover.MoverUp(agent=f"{boot}/heavy-{number}", library="nixl 1", pid=1))
