@@ -54,7 +54,7 @@ def main() -> int:
     arguments.add_argument("--seed", type=int, default=None, help="chosen and printed where none is given")
     arguments.add_argument(
         "--sabotage", default="",
-        choices=("", "corrupt", "late-write", "hang", "leak", "unbound", "unwritten"),
+        choices=("", "corrupt", "late-write", "hang", "leak", "unwritten"),
         help="break a promise, to show that it is noticed",
     )  # fmt: skip
     arguments.add_argument(

@@ -53,13 +53,12 @@ class Auditor:
         # can say that it is gone for good. It is no leak, and holds nothing.
         local = [e for e in status["engines"] if any(rank["state"] != "remote" for rank in e["ranks"])]
         ranks = [worker for worker in self._fleet.workers() if worker.node is node]
-        processes = [worker for worker in self._fleet.processes() if worker.node is node]
         counts: dict[str, tuple[Any, int]] = {
             "transfers": (len(status["transfers"]), 0),
             "pulls": (len(status["pulls"]), 0),
             "quarantined pulls": (status["num_quarantined"], 0),
             "grants held": (status["num_grants_held"], 0),
-            "sessions": (status["num_sessions"], len(processes)),
+            "sessions": (status["num_sessions"], len(ranks)),
             "engines": (len(local), len({worker.engine.name for worker in ranks})),
             "movers": (len(node.movers()), len(ranks) + POOL_SIZE),
             "zombies": (len(node.zombies()), 0),
@@ -72,7 +71,7 @@ class Auditor:
     def _check_fds(self) -> None:
         counts = {f"daemon {node.name}": num_fds(node.pid) for node in self._fleet.nodes}
         for engine in self._fleet.engines:
-            for worker in engine.processes:
+            for worker in engine.workers:
                 counts[f"worker of {engine.name} {worker.pid}"] = num_fds(worker.pid)
         for what, count in counts.items():
             least = self._fds.setdefault(what, count)

@@ -32,25 +32,18 @@ FACTS: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 32, "block_tokens": 16, 
 
 @dataclass(frozen=True)
 class Shape:
-    """Parallelism of the two engines. `spans`: prefill's second stage is on the decode node.
-
-    `scheduler`: a process without memory publishes for prefill; else its first rank does.
-    """
+    """Parallelism of the two engines. `spans`: prefill's second stage is on the decode node."""
 
     prefill: dict[str, int]
     decode: dict[str, int]
     spans: bool = False
-    scheduler: bool = False
 
 
-# One after another: of any two neighbours one has a scheduler, of any three one spans nodes.
 SHAPES = (
     Shape({"tp_size": 2}, {"tp_size": 1}),
-    Shape({"tp_size": 1}, {"tp_size": 2}, scheduler=True),
     Shape({"pp_size": 2}, {"tp_size": 1}, spans=True),
-    Shape({"tp_size": 2}, {"tp_size": 1}, scheduler=True),
+    Shape({"tp_size": 1}, {"tp_size": 2}),
     Shape({"tp_size": 1}, {"tp_size": 1}),
-    Shape({"pp_size": 2}, {"tp_size": 1}, spans=True, scheduler=True),
 )
 TRANSPORTS: dict[str, dict[str, str]] = {
     "default": {},  # CMA between movers of one user
@@ -83,9 +76,8 @@ class Epoch:
         self.traffic = Traffic(self.fleet, rng, MAX_TOKENS)
         # A leak on purpose needs no patience; an event that was swallowed is missed at its deadline.
         self._auditor = Auditor(self.fleet, self.traffic, 6.0 if sabotage == "leak" else PEACE_S)
-        module = "tests.proofs.chaos.unbound_publishes" if sabotage == "unbound" else "kvxferd.cli"
         environment = TRANSPORTS[transport] | {"KVXFERD_MOVER_READ": read}
-        nodes = [Node(directory / name, environment, module=module) for name in ("p", "d")]
+        nodes = [Node(directory / name, environment) for name in ("p", "d")]
         self.fleet.nodes += nodes
         try:
             self._start(nodes, shape)
@@ -101,8 +93,8 @@ class Epoch:
         stages = nodes if shape.spans else [nodes[0]]
         facts = FACTS | {"layout": "HND"}
         of_source = "unwritten" if self._sabotage == "unwritten" else ""
-        self.fleet.engines.append(Engine(prefill, stages, facts, of_source, shape.scheduler))
-        sabotage = self._sabotage if self._sabotage not in ("leak", "unbound", "unwritten") else ""
+        self.fleet.engines.append(Engine(prefill, stages, facts, of_source))
+        sabotage = self._sabotage if self._sabotage not in ("leak", "unwritten") else ""
         facts = FACTS | {"layout": "NHD", "block_tokens": 32, "num_blocks": 96}
         self.fleet.engines.append(Engine(decode, [nodes[1]], facts, sabotage))
         assert self.fleet.pump_until(lambda: all(e.is_registered for e in self.fleet.engines), START_S), (
@@ -220,7 +212,7 @@ class Epoch:
 
     def close(self) -> None:
         for engine in self.fleet.engines:
-            for worker in engine.processes:
+            for worker in engine.workers:
                 if not worker.pipe.closed:
                     worker.kill()
         for node in self.fleet.nodes:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from tests.proofs.chaos.sleep_faults import sleep, sleep_without_daemon, sleep_without_home
 from tests.support.cluster.engine import Engine, Worker
 from tests.support.cluster.fleet import Fleet
 from tests.support.cluster.node import Node
@@ -37,7 +36,7 @@ class Surgeon:
         """One rank dies; its engine is restarted by whoever runs it, a new generation."""
         if not self.claim(engine):
             return None
-        self._bury(self.rng.choice(engine.processes))
+        self._bury(self.rng.choice(engine.workers))
         return lambda: self._restart(engine)
 
     def _bury(self, worker: Worker) -> None:
@@ -48,13 +47,13 @@ class Surgeon:
         self.fleet.forget(worker)
 
     def _restart(self, engine: Engine) -> None:
-        for worker in engine.processes:
+        for worker in engine.workers:
             if not worker.pipe.closed:
                 self._bury(worker)
         engine.start()
 
     def stop_worker(self, engine: Engine) -> Heal | None:
-        worker = self.rng.choice(engine.processes)
+        worker = self.rng.choice(engine.workers)
         if id(engine) in self._dead or worker.stopped_at is not None:
             return None
         worker.pause()
@@ -91,7 +90,7 @@ class Surgeon:
         node.send_signal(signal.SIGKILL)
         if parent is not None:
             self._kill(parent)
-        for worker in self.fleet.processes():
+        for worker in self.fleet.workers():
             if worker.node is node and not worker.pipe.closed:
                 self._bury(worker)
         self.end_daemon(node)
@@ -150,11 +149,8 @@ class Surgeon:
 
     def link(self, node: Node, mode: Mode) -> Heal | None:
         """What others ask this node passes through its link."""
-        link = node.link
-        if link is None:
-            return None
-        link.set(mode)
-        return lambda: link.set(Mode.OPEN)
+        node.link.set(mode)
+        return lambda: node.link.set(Mode.OPEN)
 
     def claim(self, thing: Engine | Node) -> bool:
         if id(thing) in self._dead:
@@ -185,18 +181,6 @@ P, D = 0, 1
 KINDS: dict[str, Kind] = {
     "kill prefill worker": Kind(5, (0.0, 0.3), lambda s: s.kill_worker(_engine(s, P))),
     "kill decode worker": Kind(5, (0.0, 0.3), lambda s: s.kill_worker(_engine(s, D))),
-    "suspend prefill rank": Kind(3, (0.0, 0.5), lambda s: sleep(s, _engine(s, P))),
-    "suspend decode rank": Kind(3, (0.0, 0.5), lambda s: sleep(s, _engine(s, D))),
-    "suspend prefill, daemon dead": Kind(
-        7, (0.0, 0.3), lambda s: sleep_without_daemon(s, _engine(s, P), is_dead=True)
-    ),
-    "suspend prefill, daemon stopped": Kind(
-        3, (0.0, 0.5), lambda s: sleep_without_daemon(s, _engine(s, P), is_dead=False)
-    ),
-    "suspend decode, daemon dead": Kind(
-        2, (0.0, 0.3), lambda s: sleep_without_daemon(s, _engine(s, D), is_dead=True)
-    ),
-    "suspend member, home dead": Kind(7, (0.0, 0.3), lambda s: sleep_without_home(s, _engine(s, P))),
     "kill source mover": Kind(10, (0.0, 0.0), lambda s: s.kill_mover(_engine(s, P))),
     "kill sink mover": Kind(10, (0.0, 0.0), lambda s: s.kill_mover(_engine(s, D))),
     "kill movers' parent": Kind(4, (0.0, 0.0), lambda s: s.kill_parent(s.rng.choice(s.fleet.nodes))),

@@ -34,9 +34,3 @@ def test_a_chunk_that_is_reported_and_not_written_is_noticed(tmp_path):
         if tally.wrong_items:
             return
     pytest.fail(f"not noticed: {tally.line(seed)}")
-
-
-def test_a_publish_of_memory_that_slept_is_noticed(tmp_path):
-    """Daemons that publish whatever memory is there: without their mend this delivers other bytes."""
-    tally = chaos(3, 4, tmp_path, "unbound", only="suspend prefill, daemon dead")
-    assert tally.wrong_items > 0, tally.line(3)

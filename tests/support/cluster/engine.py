@@ -34,8 +34,6 @@ class Transfer:
     born: float
     lease_s: float
     ref: dict[str, Any] | None = None
-    is_asked: bool = False  # its publisher has been asked to publish, and has not said that it did
-    unwritten: set[int] = field(default_factory=set)  # pids of ranks that are to write it first
     grown: int | None = None  # tokens that its ranks were told to write so far, -1 before the publish
     nonce: str | None = None
     is_taken_back: bool = False
@@ -85,9 +83,7 @@ class Worker:
         self.process.start()
         theirs.close()
         self.inode = 0
-        self.freed_inode = 0  # of the memory that it had before it slept
         self.is_registered = False
-        self.is_suspended = False
         self.stopped_s = 0.0
         self.stopped_at: float | None = None
 
@@ -126,19 +122,12 @@ class Engine:
     """All ranks of one generation; `start` makes the next."""
 
     def __init__(
-        self,
-        spec: EngineSpec,
-        nodes: list[Node],
-        facts: dict[str, Any],
-        sabotage: str = "",
-        has_scheduler: bool = False,
+        self, spec: EngineSpec, nodes: list[Node], facts: dict[str, Any], sabotage: str = ""
     ) -> None:
         self.spec = spec
         self.nodes = nodes  # of each pipeline stage
         self.facts = facts
         self.sabotage = sabotage
-        self.has_scheduler = has_scheduler
-        self.scheduler: Worker | None = None  # publishes once every rank has written
         self.workers: list[Worker] = []  # its ranks
         self.transfers: dict[str, Transfer] = {}
         self.free: list[int] = []
@@ -149,27 +138,17 @@ class Engine:
         return str(self.spec.engine_id)
 
     @property
-    def processes(self) -> list[Worker]:
-        """Its ranks, and its scheduler if it has one."""
-        return [*self.workers, *([self.scheduler] if self.scheduler is not None else [])]
-
-    @property
     def publisher(self) -> Worker:
-        """The process whose session publishes."""
-        return self.scheduler or self.workers[0]
+        """The rank whose session publishes."""
+        return self.workers[0]
 
     @property
     def is_registered(self) -> bool:
-        return all(worker.is_registered for worker in self.processes)
+        return all(worker.is_registered for worker in self.workers)
 
     @property
     def is_paused(self) -> bool:
-        return any(worker.stopped_at is not None for worker in self.processes)
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether a publish is under way between its own processes: a rank that slept now would spoil it."""
-        return self.has_scheduler and any(t.unwritten or t.is_asked for t in self.transfers.values())
+        return any(worker.stopped_at is not None for worker in self.workers)
 
     def start(self) -> None:
         self.generation = f"g{next(_GENERATIONS)}"
@@ -179,46 +158,33 @@ class Engine:
         for rank in self.spec.ranks():
             node = self.nodes[rank.pp_rank]
             spec = msgspec.structs.replace(
-                self.spec,
-                generation=self.generation,
-                pp_rank=rank.pp_rank,
-                tp_rank=rank.tp_rank,
-                publish_implies_ready=self.has_scheduler,
+                self.spec, generation=self.generation, pp_rank=rank.pp_rank, tp_rank=rank.tp_rank
             )
             sabotage, self.sabotage = self.sabotage, ""
             self.workers.append(Worker(self, node, Birth(node.worker_socket, spec, self.facts, sabotage)))
-        if self.has_scheduler:
-            birth = Birth(self.nodes[0].worker_socket, spec, self.facts, is_scheduler=True)
-            self.scheduler = Worker(self, self.nodes[0], birth)
 
     def kill(self) -> None:
-        for worker in self.processes:
+        for worker in self.workers:
             worker.kill()
 
     # --- publishing
 
     def publish(self, name: str, request: int, num_tokens: int, lease_s: float) -> Transfer | None:
-        """Publish on every rank; None where the blocks do not suffice, or a rank sleeps that must write."""
+        """Publish on every rank; None where the blocks do not suffice."""
         count = -(-num_tokens // self.facts["block_tokens"])
-        if len(self.free) < count or (self.has_scheduler and not self.is_registered):
+        if len(self.free) < count:
             return None
         ids, self.free = self.free[:count], self.free[count:]
         transfer = Transfer(name, request, ids, num_tokens, time.monotonic(), lease_s)
         self.transfers[name] = transfer
         for worker in self.workers:
-            role = "rank" if self.has_scheduler else "publisher" if worker is self.publisher else "reader"
-            worker.tell("write_all", name, request, ids, num_tokens, role, lease_s)
-            if self.has_scheduler:
-                transfer.unwritten.add(worker.pid)
+            worker.tell("write_all", name, request, ids, num_tokens, worker is self.publisher, lease_s)
         return transfer
 
     def open(self, name: str, request: int, num_tokens: int, lease_s: float) -> Transfer | None:
-        """Prepare a transfer that grows; None where the blocks do not suffice, or a rank sleeps.
-
-        An engine whose scheduler publishes cannot say how far its ranks are: it publishes whole transfers.
-        """
+        """Prepare a transfer that grows; None where blocks lack, or a rank is not registered."""
         count = -(-num_tokens // self.facts["block_tokens"])
-        if len(self.free) < count or self.has_scheduler or not self.is_registered:
+        if len(self.free) < count or not self.is_registered:
             return None
         ids, self.free = self.free[:count], self.free[count:]
         transfer = Transfer(name, request, ids, num_tokens, time.monotonic(), lease_s, grown=-1)
@@ -242,19 +208,6 @@ class Engine:
             )  # fmt: skip
             worker.tell("grow", chunk)
         transfer.grown = end
-
-    def written(self, worker: Worker, name: str, done: bool) -> None:
-        """A rank has written, or slept instead. The last one's word has the scheduler publish."""
-        transfer = self.transfers.get(name)
-        if transfer is None or self.scheduler is None:
-            return
-        if not done:
-            self.released(self.scheduler, name)
-            return
-        transfer.unwritten.discard(worker.pid)
-        if not transfer.unwritten:
-            transfer.is_asked = True
-            self.scheduler.tell("publish", name, transfer.ids, transfer.num_tokens, transfer.lease_s)
 
     def unpublish(self, transfer: Transfer) -> None:
         if transfer.ref is None or self.transfers.get(transfer.name) is not transfer:

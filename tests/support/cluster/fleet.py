@@ -54,10 +54,6 @@ class Fleet:
         """Every rank."""
         return [worker for engine in self.engines for worker in engine.workers]
 
-    def processes(self) -> list[Worker]:
-        """Every rank and every scheduler."""
-        return [worker for engine in self.engines for worker in engine.processes]
-
     # --- time
 
     def pump(self, seconds: float) -> None:
@@ -88,7 +84,7 @@ class Fleet:
         return True
 
     def _hear(self, timeout_s: float) -> None:
-        pipes = {worker.pipe: worker for worker in self.processes() if not worker.pipe.closed}
+        pipes = {worker.pipe: worker for worker in self.workers() if not worker.pipe.closed}
         for pipe in wait(list(pipes), timeout_s):
             worker = pipes[pipe]
             try:
@@ -106,17 +102,12 @@ class Fleet:
             case "born":
                 worker.inode = args[1]
             case "registered":
-                worker.is_registered, worker.is_suspended = True, False
-            case "suspended":
-                worker.is_suspended = True
-                worker.freed_inode, worker.inode = worker.inode, args[0]
+                worker.is_registered = True
             case "refused":
                 self.tally.mischief[f"register again: {args[0]}"] += 1
-            case "written":
-                worker.engine.written(worker, *args)
             case "published":
                 if transfer := worker.engine.transfers.get(args[0]):
-                    transfer.ref, transfer.is_asked = args[1], False
+                    transfer.ref = args[1]
                     self.on_published(worker.engine, transfer)
             case "released":
                 worker.engine.released(worker, args[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from kvxferd.tooling.control_client import ControlClient
@@ -29,36 +28,21 @@ RESPONSE_S = 2.0
 
 
 class Node(Daemon):
-    """`kvxferd serve`, killed and started again at will.
+    """`kvxferd serve`, killed and started again at will. Other daemons reach it through `link`."""
 
-    Other daemons reach it through `link`, or directly at `address` where one is given.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        environ: dict[str, str],
-        address: str = "",
-        prefix: Sequence[str] = (),
-        module: str = "kvxferd.cli",
-    ) -> None:
-        self.link: Proxy | None = None
-        bound = address
-        if not bound:
-            port = free_port()
-            bound = f"tcp://127.0.0.1:{port}"
-            self.link = Proxy(("127.0.0.1", port))
-        self._advertised = self.link.endpoint if self.link is not None else bound
+    def __init__(self, directory: Path, environ: dict[str, str]) -> None:
+        port = free_port()
+        self.link = Proxy(("127.0.0.1", port))
         self.num_stopped = 0  # stops of this node's processes under way
-        flags = ["--peer-bind", bound, "--peer-advertise", self._advertised]
+        flags = ["--peer-bind", f"tcp://127.0.0.1:{port}", "--peer-advertise", self.link.endpoint]
         flags += [word for flag in FLAGS.items() for word in flag]
-        super().__init__(directory, environ, flags, prefix=prefix, module=module)
+        super().__init__(directory, environ, flags)
         self.control = ControlClient(self.control.socket_path, timeout_s=RESPONSE_S)
 
     @property
     def endpoint(self) -> str:
         """Where others reach it; of a daemon that has ended too."""
-        return self._advertised
+        return self.link.endpoint
 
     def zombies(self) -> list[int]:
         family = [*children(self.pid), *self.movers()]
@@ -66,6 +50,5 @@ class Node(Daemon):
 
     def end(self, stop_s: float = STOP_S, left_s: float = LEFT_S) -> list[str]:
         """End its link, and it as `Daemon.end` does."""
-        if self.link is not None:
-            self.link.stop()
+        self.link.stop()
         return super().end(stop_s, left_s)

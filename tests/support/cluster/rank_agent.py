@@ -1,4 +1,4 @@
-"""A worker process: one rank in both roles, or a scheduler. Driven by the runner through a pipe.
+"""A worker process: one rank in both roles. Driven by the runner through a pipe.
 
 It answers nothing in turn: it reports what happens, when it happens, so that a stopped or killed
 worker keeps nobody waiting. What it publishes is overwritten the moment it is released.
@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvxferd import client
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.layout import EngineSpec
+from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
 from kvxferd.tooling import content
 from kvxferd.tooling.content import RequestBlocks
 from kvxferd.tooling.engine_process import EngineRank, HostStore
-from kvxferd.wire.common import RefLike
-from tests.support.cluster.pattern_blocks import Blocks, Yard
 
-T = TypeVar("T")
 GROUP = "full"
 LOOK_S = 0.25
 JUNK = 254
@@ -39,7 +37,6 @@ class Birth:
     spec: EngineSpec
     facts: dict[str, Any]
     sabotage: str = ""
-    is_scheduler: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,122 +64,112 @@ class Asked:
     began: float = field(default_factory=time.monotonic)
 
 
-class WorkerAgent:
-    """What a rank and a scheduler have in common. The runner's commands are methods."""
+Bytes = npt.NDArray[np.uint8]
 
-    session: client.RankHandle | client.Publisher  # whose events are reported
+
+class Blocks:
+    """Each block's bytes."""
+
+    def __init__(self, memory: Bytes, layout: RankLayout) -> None:
+        self._views = list(content.block_views(memory, layout))
+
+    def fill(self, block: int, value: int) -> None:
+        for view in self._views:
+            view[block] = value
+
+    def holds(self, block: int, value: int) -> bool:
+        return all(bool((view[block] == value).all()) for view in self._views)
+
+
+class Yard:
+    """Free blocks of a sink, longest free first. What is parked here must keep its pattern."""
+
+    def __init__(self, blocks: Blocks, ids: range) -> None:
+        self._blocks = blocks
+        self._value = 0
+        self._parked: deque[tuple[int, int]] = deque()
+        self.num_written = 0  # blocks that somebody wrote although they were safe
+        self.park(list(ids))
+
+    def park(self, ids: list[int]) -> None:
+        """These were said to be safe: from now on nobody else writes them."""
+        self._value = self._value % 251 + 1
+        for block in ids:
+            self._blocks.fill(block, self._value)
+            self._parked.append((block, self._value))
+
+    def take(self, count: int) -> list[int] | None:
+        """Return that many blocks, None if there are not so many."""
+        if len(self._parked) < count:
+            return None
+        taken = [self._parked.popleft() for _ in range(count)]
+        self._look(taken)
+        return [block for block, _ in taken]
+
+    def look(self) -> None:
+        """Count what has been written since."""
+        self._look(list(self._parked))
+
+    def _look(self, parked: list[tuple[int, int]]) -> None:
+        for block, value in parked:
+            if not self._blocks.holds(block, value):
+                self.num_written += 1
+                self._blocks.fill(block, value)
+
+    def spoil(self) -> None:
+        """Write a parked block: to show that it is noticed."""
+        self._blocks.fill(self._parked[-1][0], 255)
+
+
+class Agent(EngineRank):
+    """A rank, its memory, and both roles. The runner's commands are methods."""
 
     def __init__(self, pipe: Connection, birth: Birth) -> None:
         super().__init__()
         self._pipe = pipe
-        self._birth = birth
-
-    def serve(self) -> None:
-        """Obey commands and take events until the runner is gone."""
-        while True:
-            for ready in wait([self._pipe, self.session.fileno()], LOOK_S):
-                if ready is self._pipe:
-                    name, *args = self._pipe.recv()
-                    getattr(self, name)(*args)
-            for event in self.session.poll():
-                self._take(event)
-            self._look()
-
-    def unpublish(self, ref: RefLike) -> None:
-        self.session.unpublish(ref)
-
-    def _say(self, *message: Any) -> None:
-        self._pipe.send(message)
-
-    def _look(self) -> None:
-        """Look at what nobody reports."""
-
-    def _take(self, event: client.Event) -> None:
-        match event:
-            case client.Released():
-                self._say("released", event.transfer_id, str(event.why))
-            case client.PublishRefused():
-                self._say("released", event.transfer_id, str(event.code))
-            case client.Disconnected():
-                self._say("disconnected", str(event.code), event.message)
-
-    def _insist(self, act: Callable[[], T]) -> T:
-        """Do that until the daemon takes it: who cannot start is started again by whoever runs it."""
-        began = time.monotonic()
-        while True:
-            try:
-                done = act()
-            except KvxferdError as error:
-                self._say("refused", str(error.code), error.message)
-                time.sleep(0.1)
-                continue
-            self._say("registered", time.monotonic() - began)
-            return done
-
-    def _connected(self, begin: Callable[[client.Client], T]) -> T:
-        """Connect, and begin a session on that connection."""
-        connected = client.connect(self._birth.socket, name="chaos")
-        try:
-            return begin(connected)
-        except KvxferdError:
-            connected.close()
-            raise
-
-
-class Scheduler(WorkerAgent):
-    """An engine's scheduler: it has no memory, and publishes what the engine's ranks have written."""
-
-    session: client.Publisher
-
-    def __init__(self, pipe: Connection, birth: Birth) -> None:
-        super().__init__(pipe, birth)
-        self._say("born", os.getpid(), 0)
-        engine = birth.spec
-        self.session = self._insist(
-            lambda: self._connected(lambda made: made.attach(engine.engine_id, engine.generation))
-        )
-
-    def publish(self, name: str, ids: list[int], tokens: int, lease_s: float) -> None:
-        blocks = {GROUP: client.BlockList(first_token=0, ids=np.array(ids, np.int32))}
-        try:
-            ref = self.session.publish(name, blocks, tokens, lease_s=lease_s)
-        except KvxferdError as error:
-            self._say("released", name, str(error.code))
-            return
-        self._say("published", name, ref.to_dict())
-
-
-class Agent(WorkerAgent, EngineRank):
-    """A rank, its memory, and both roles."""
-
-    def __init__(self, pipe: Connection, birth: Birth) -> None:
-        super().__init__(pipe, birth)
         self._sabotage = birth.sabotage
         self.layout = attention_layout(spec=birth.spec, **birth.facts)
+        self.store = HostStore(content.region_bytes(self.layout))
         half = birth.facts["num_blocks"] // 2
-        self._pulled = range(half, 2 * half)
-        self._lay_out()
-        self._num_sleeps = 0
+        self._blocks = Blocks(self.store.bytes, self.layout)
+        self._yard = Yard(self._blocks, range(half, 2 * half))
         self._looked = 0.0
         self._block_tokens = birth.facts["block_tokens"]
         self._published: dict[str, list[int]] = {}
         self._pulls: dict[int, Asked] = {}  # by the runner's number
         self._numbers: dict[int, int] = {}  # from the ticket's
-        self._say("born", os.getpid(), self._inode)
-        self.session = self.rank = self._insist(lambda: self._connected(self._begin))
+        self._say("born", os.getpid(), os.fstat(self.store.memory.fd).st_ino)
+        self._insist(birth)
 
-    def _begin(self, made: client.Client) -> client.RankHandle:
-        self.client = made
-        return self._register(self._birth.spec)
+    def _insist(self, birth: Birth) -> None:
+        """Register as soon as the daemon lets it: who cannot start is started again by whoever runs it."""
+        began = time.monotonic()
+        while not hasattr(self, "rank"):
+            try:
+                self.client = client.connect(birth.socket, name="chaos")
+                try:
+                    self.rank = self._register(birth.spec)
+                except KvxferdError:
+                    self.client.close()
+                    raise
+            except KvxferdError as error:
+                self._say("refused", str(error.code), error.message)
+                time.sleep(0.1)
+        self._say("registered", time.monotonic() - began)
 
-    def _lay_out(self) -> None:
-        self.store = HostStore(content.region_bytes(self.layout))
-        self._blocks = Blocks(self.store.bytes, self.layout)
-        self._yard = Yard(self._blocks, self._pulled)
+    def serve(self) -> None:
+        """Obey commands and take events until the runner is gone."""
+        while True:
+            for ready in wait([self._pipe, self.rank.fileno()], LOOK_S):
+                if ready is self._pipe:
+                    name, *args = self._pipe.recv()
+                    getattr(self, name)(*args)
+            for event in self.rank.poll():
+                self._take(event)
+            self._look()
 
-    @property
-    def _inode(self) -> int:
-        return os.fstat(self.store.memory.fd).st_ino
+    def _say(self, *message: Any) -> None:
+        self._pipe.send(message)
 
     def _look(self) -> None:
         if time.monotonic() < self._looked + LOOK_S:
@@ -196,16 +183,14 @@ class Agent(WorkerAgent, EngineRank):
     # --- commands, beside those of an `EngineRank`
 
     def write_all(
-        self, name: str, request: int, ids: list[int], tokens: int, role: str, lease_s: float
+        self, name: str, request: int, ids: list[int], tokens: int, publishes: bool, lease_s: float
     ) -> None:
-        """Write a transfer; then publish it, say ready, or leave that to the engine's scheduler."""
+        """Write a transfer; then publish it, or say ready."""
         held = _held(request, ids, tokens)
         self.write(held)
         self._published[name] = ids
         try:
-            if role == "rank":
-                self._say("written", name, True)
-            elif role == "publisher":
+            if publishes:
                 self._say("published", name, self.publish(name, held, lease_s=lease_s).to_dict())
             else:
                 self.ready(name)
@@ -219,7 +204,7 @@ class Agent(WorkerAgent, EngineRank):
                 self._blocks.fill(block, JUNK)
             self._published[chunk.name] = chunk.ids
         elif chunk.name not in self._published:
-            return  # released, or the rank has slept
+            return  # released
         if self._sabotage != "unwritten":
             self.write(_held(chunk.request, chunk.ids, chunk.end), max(chunk.begin, 0))
         self._report(chunk)
@@ -272,20 +257,14 @@ class Agent(WorkerAgent, EngineRank):
         if number in self._pulls:
             self._pulls[number].ticket.cancel()
 
-    def suspend(self) -> None:
-        self.rank.suspend()
-
-    def resume(self) -> None:
-        (region,) = self.layout.regions
-        self._insist(lambda: self.rank.resume({region.region: self.store.memory}))
-
     # --- events
 
     def _take(self, event: client.Event) -> None:
         match event:
-            case client.Released() | client.PublishRefused():
-                self.drop(event.transfer_id)
-                super()._take(event)
+            case client.Released():
+                self._end_of(event.transfer_id, event.why)
+            case client.PublishRefused():
+                self._end_of(event.transfer_id, event.code)
             case client.Delivered():
                 self._delivered(self._numbers[event.ticket.number])
             case client.Failed():
@@ -294,27 +273,8 @@ class Agent(WorkerAgent, EngineRank):
                 number = self._numbers.pop(event.ticket.number)
                 self._yard.park(self._pulls.pop(number).ids)
                 self._say("quiesced", number)
-            case client.Suspended():
-                self._sleep()
-            case _:
-                super()._take(event)
-
-    def _sleep(self) -> None:
-        """The memory is the engine's again: others use it, or it is freed and comes back elsewhere."""
-        self._yard.look()
-        if self._pulls:
-            self._say("overwritten", len(self._pulls))  # a rank sleeps and one of its pulls may still write
-        self._published.clear()
-        self.store.bytes[:] = JUNK
-        self._num_sleeps += 1
-        if self._num_sleeps % 2:
-            former = self.store
-            self._lay_out()
-            self.store.bytes[:] = JUNK
-            del former.bytes
-            former.memory.close()
-        self._yard = Yard(self._blocks, self._pulled)
-        self._say("suspended", self._inode)
+            case client.Disconnected():
+                self._say("disconnected", str(event.code), event.message)
 
     def _end_of(self, name: str, code: Code) -> None:
         self.drop(name)
@@ -358,6 +318,6 @@ def _held(request: int, ids: list[int], num_tokens: int) -> RequestBlocks:
 def run(pipe: Connection, birth: Birth) -> None:
     """A worker process's main function; ends when the runner is gone."""
     try:
-        (Scheduler if birth.is_scheduler else Agent)(pipe, birth).serve()
+        Agent(pipe, birth).serve()
     except (EOFError, ConnectionError):
         os._exit(0)

@@ -41,37 +41,20 @@ class Tally:
 
     def line(self, seed: int, **more: Any) -> str:
         every = [ms for kind in self.recovery_ms.values() for ms in kind]
-        return json.dumps(
-            {
-                "seed": seed,
-                "faults": self.faults.total(),
-                "pulls": self.pulls,
-                "delivered": self.delivered,
-                "failed": self.failed,
-                "wrong_items": self.wrong_items,
-                "hung": self.hung,
-                "leaked": self.leaked,
-                "progressive": dict(sorted(self.progressive.items())),
-                "recovery_ms_p99": quantile(every, 0.99),
-                "orphaned": self.orphaned,
-                "unsafe": self.unsafe,
-                "late_unmaps": self.late_unmaps,
-                "unmaps": len(self.unmap_ms),
-                "unmap_ms_p99": quantile(self.unmap_ms, 0.99),
-                "unmap_ms_max": quantile(self.unmap_ms, 1.0),
-                "faults_by_kind": dict(sorted(self.faults.items())),
-                "mischief": dict(sorted(self.mischief.items())),
-                "outcomes": dict(self.outcomes.most_common()),
-                "recovery_ms": {
-                    kind: {"n": len(ms), "p50": quantile(ms, 0.5), "p99": quantile(ms, 0.99)}
-                    for kind, ms in sorted(self.recovery_ms.items())
-                },
-                "samples_ms": {kind: [round(ms) for ms in each] for kind, each in self.recovery_ms.items()},
-                "slow": self.slow[:20],
-                "problems": self.problems[:20],
-            }
-            | more
-        )
+        counts = {name: value for name, value in vars(self).items() if isinstance(value, int | Counter)}
+        times = {
+            "recovery_ms_p99": quantile(every, 0.99),
+            "unmaps": len(self.unmap_ms),
+            "unmap_ms_p99": quantile(self.unmap_ms, 0.99),
+            "unmap_ms_max": quantile(self.unmap_ms, 1.0),
+            "recovery_ms": {
+                kind: {"n": len(ms), "p50": quantile(ms, 0.5), "p99": quantile(ms, 0.99)}
+                for kind, ms in sorted(self.recovery_ms.items())
+            },
+            "slow": self.slow[:20],
+            "problems": self.problems[:20],
+        }
+        return json.dumps({"seed": seed} | counts | {"faults": self.faults.total()} | times | more)
 
 
 def quantile(values: list[float], q: float) -> float | None:

@@ -12,7 +12,7 @@ from tests.support.cluster.fleet import Fleet
 MAX_LIVE = 5  # transfers of one engine that are not released
 LEASE_S = 5.0
 DEADLINES_S = (0.6, 1.5, 3.0, 6.0)
-GROWING = 0.6  # the share of transfers that grow, of an engine without a scheduler: of all, a third
+GROWING = 0.35  # the share of transfers that grow
 GROWING_TOKENS = (300, 800)  # several pieces of 1 MiB at most
 RENDEZVOUS = 0.3  # of those that grow: the reference is there before the publish
 PROGRESSIVE = 0.3  # of the pulls of a whole transfer
@@ -57,7 +57,7 @@ class Traffic:
             # Mostly prefill to decode; the other way for later turns.
             if engine is self._fleet.engines[0] or self._rng.random() < 0.05:
                 sink = self._rng.choice(others)
-                if not engine.has_scheduler and self._rng.random() < GROWING:
+                if self._rng.random() < GROWING:
                     self._grow(engine, sink)
                 else:
                     self.publish(engine, lambda source, t, sink=sink: self._live(source, sink, t))
