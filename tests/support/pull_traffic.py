@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -25,8 +26,7 @@ class PullTraffic:
         survives: tuple[type[Exception], ...] = (),
         **more: Any,
     ) -> None:
-        self.num_delivered = 0
-        self.failures: list[dict[str, Any]] = []
+        self.count_anew()
         self.after_publish: Callable[[int, dict[str, Any]], None] = lambda request, ref: None
         self.lock = threading.Lock()  # held while a request runs: the ranks take one call at a time
         self._source, self._sink = source, sink
@@ -35,6 +35,12 @@ class PullTraffic:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def count_anew(self) -> None:
+        self.num_delivered = 0
+        self.num_wrong = 0  # items of what was delivered
+        self.slowest_s = 0.0
+        self.failures: list[dict[str, Any]] = []
 
     @property
     def num_ended(self) -> int:
@@ -62,12 +68,15 @@ class PullTraffic:
         with suppress(*self._survives):  # a source that cannot publish is not read
             ref = publish([self._source], request)
             self.after_publish(request, ref)
+            ids, began = ids_for(1000 + request), time.monotonic()
             try:
-                ticket = self._sink.pull(ref, ids_for(1000 + request), TOKENS, **self._more)
+                ticket = self._sink.pull(ref, ids, TOKENS, **self._more)
                 name, fields = self._sink.end_of(ticket)
             except self._survives as error:
                 name, fields = "Failed", {"error": error}
+            self.slowest_s = max(self.slowest_s, time.monotonic() - began)
             if name == "Delivered":
+                self.num_wrong += self._sink.num_wrong(request, ids, TOKENS)
                 self.num_delivered += 1
             else:
                 self.failures.append(fields)

@@ -1,1 +1,1 @@
-"""Attacks on real daemons while an honest pair of engines goes on: `make hostile`."""
+"""Attacks on real daemons while honest engines go on: `make hostile`."""

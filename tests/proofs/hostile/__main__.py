@@ -27,7 +27,7 @@ def summary(outcomes: list[Outcome], seed: int, elapsed_s: float) -> dict[str, o
         "peak_extra_rss_mb": round(max(outside, default=0.0), 1),
         "peak_extra_rss_mb_of_ranks_and_peers": round(max(others, default=0.0), 1),
         "honest_pulls": sum(o.traffic.done for o in outcomes),
-        "honest_pulls_failed": sum(o.traffic.failed for o in outcomes),
+        "honest_pulls_failed": sum(len(o.traffic.failures) for o in outcomes),
         "not_survived": [o.attack.name for o in outcomes if not o.survived],
         "seed": seed,
         "elapsed_s": round(elapsed_s, 1),

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import pkgutil
 import resource
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.die_with_parent import die_with_parent
-from kvxferd.errors import KvxferdError
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.child_process import ChildError
 from tests.proofs.hostile.raw_protocol import PeerByHand, WorkerByHand
 from tests.proofs.hostile.stage import Node, Stage
 from tests.proofs.hostile.users import HOSTILE, ROOT, STRANGER
 from tests.support.nodes.processes import descendants
+from tests.support.nodes.rank_process import RankProcess
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check
 
 # Who attacks. A stranger has no permission on the worker socket and no key; a user may connect; a worker
 # has a registered rank of its own; a router hands out references; a peer has a key that the daemons admit.
@@ -33,6 +37,7 @@ WHO = {
 }
 # Whoever has neither a registered rank nor an admitted key may cost the daemon no more than 100 MB.
 OUTSIDERS = ("stranger", "user", "router")
+NEWCOMER_S = 15.0  # to start
 
 
 @dataclass
@@ -45,6 +50,7 @@ class Scene:
     status: dict[str, Any]  # of daemon a
     pids: list[int]  # daemon a's, and its family's
     opened: list[Any] = field(default_factory=list)
+    _requests: Iterator[int] = field(default_factory=lambda: itertools.count(2))
 
     @property
     def a(self) -> Node:
@@ -62,19 +68,47 @@ class Scene:
     def left_s(self) -> float:
         return self.until - time.monotonic()
 
-    def honest(self, do: str, **arguments: Any) -> Any:
-        """Have the honest pair do something."""
-        try:
-            return self.stage.honest(do, **arguments)
-        except ChildError as error:
-            raise AssertionError(f"the honest pair cannot {do}") from error
+    # --- what it may have honest engines do
 
-    def honest_ref(self) -> dict[str, Any]:
-        """A reference of the honest pair, as soon as its own traffic leaves blocks for one."""
-        while (ref := self.honest("publish", source=0)["ref"]) is None and self.left_s > 0:
-            self.rest(0.2)
-        assert ref is not None, "the honest pair publishes nothing"
-        return dict(ref)
+    @cached_property
+    def source(self) -> RankProcess:
+        """An honest engine at the first daemon."""
+        return self.stage.register(self.stage.spares[0], "a", self.name, NEWCOMER_S)
+
+    @cached_property
+    def reader(self) -> RankProcess:
+        """An honest engine at the other one."""
+        return self.stage.register(self.stage.spares[1], "b", f"{self.name}-reader", NEWCOMER_S)
+
+    @property
+    def name(self) -> str:
+        """Of the source's engine: no other attack's has it."""
+        return f"late-{os.getpid()}"
+
+    def pull(self, ref: Any, deadline_s: float = 5.0, limit_s: float = 40.0) -> tuple[str, str]:
+        """Have the reader pull what a router brought; how it ended, and more of that.
+
+        "delivered", "failed", "refused", "hung", or "broken" where the client raises what no engine expects.
+        """
+        try:
+            ticket = self.reader.pull(ref, ids_for(1), TOKENS, deadline_s)
+        except ChildError as error:
+            return ("broken" if error.code is Code.INTERNAL else "refused"), error.message
+        until = time.monotonic() + limit_s
+        while (event := self.reader.next_event(max(0.0, until - time.monotonic()))) is not None:
+            name, fields = event
+            if name in ("Delivered", "Failed") and fields["ticket"] == ticket:
+                return name.lower(), str(fields)
+        return "hung", f"it did not end in {limit_s} s"
+
+    def newcomer(self) -> str:
+        """Why no honest engine can start at the first daemon and be read at the other; "" where one can."""
+        try:
+            number = next(self._requests)
+            pull_and_check([self.reader], publish([self.source], number), number)
+        except (ChildError, AssertionError) as error:
+            return f"an honest engine cannot start, or be read: {error}"
+        return ""
 
     def worker(self, node: Node | None = None, **more: Any) -> WorkerByHand:
         """A connection to a worker socket that has greeted."""
@@ -89,7 +123,7 @@ class Scene:
         return made
 
     def rest(self, seconds: float) -> None:
-        """Let the daemons work; the honest pair goes on."""
+        """Let the daemons work; the honest engines go on."""
         time.sleep(max(0.0, min(seconds, self.left_s)))
 
 

@@ -14,15 +14,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.proofs.hostile.attack import OUTSIDERS, Attack, play
-from tests.proofs.hostile.honest_pair import Traffic
-from tests.proofs.hostile.stage import Stage
+from tests.proofs.hostile.stage import Stage, Traffic
 from tests.support.nodes.waiting import comes_true
 
 MAX_EXTRA_MB = 100.0  # of an outsider
 MAX_TURN_MS = 100.0
 FDS_SLACK = 32  # descriptors that may be open afterwards, and were not before: of eight peers that are known
 GRACE_S = 5.0  # past an attack's own limit
-AFTER_PULLS = 6  # that the pair delivers once the attack is over
+AFTER_PULLS = 6  # that are delivered once the attack is over
 AFTER_S = 30.0
 REST_S = 20.0  # for descriptors and sessions
 GROWN_MB = 12.0  # then the next attack gets another stage, so that it is measured by itself
@@ -38,7 +37,7 @@ class Outcome:
     turn_ms: float = 0.0
     extra_mb: float = 0.0
     fds: int = 0  # most open above idle
-    traffic: Traffic = field(default_factory=Traffic)  # of the honest pair
+    traffic: Traffic = field(default_factory=Traffic)  # of the honest engines
     note: str = ""
     problems: list[str] = field(default_factory=list)
 
@@ -52,7 +51,7 @@ class Outcome:
         return (
             f"{attack.name:34} {attack.who:9} {self.elapsed_s:5.1f} s {self.turn_ms:7.1f} ms/turn "
             f"{self.extra_mb:6.1f} MB {self.fds:5d} fds {traffic.done:4d} pulls "
-            f"{traffic.failed:3d} failed {traffic.slowest_ms:7.0f} ms  {verdict}"
+            f"{len(traffic.failures):3d} failed {1e3 * traffic.slowest_s:7.0f} ms  {verdict}"
             + (f"  ({self.note})" if self.note else "")
         )
 
@@ -112,21 +111,23 @@ class _Play:
     def run(self) -> None:
         outcome, stage = self._outcome, self._stage
         began = time.monotonic()
-        stage.honest("count_anew")
+        stage.count_anew()
         for node in self._nodes:
             node.measure_anew()
         if self._let_play() and not self._is_ill():
+            for spare in stage.spares:
+                if not spare.leave():
+                    outcome.problems.append("an honest engine that the attack used cannot leave")
             target = stage.traffic().done + AFTER_PULLS
             if not comes_true(lambda: stage.traffic().done >= target, AFTER_S):
-                outcome.problems.append("the honest pair delivers nothing after the attack")
+                outcome.problems.append("the honest engines deliver nothing after the attack")
             if not comes_true(lambda: not self._unrest(), REST_S):
                 outcome.problems.append(f"not at rest: {self._unrest()}")
-            outcome.traffic = stage.traffic()
         outcome.elapsed_s = time.monotonic() - began
         self._judge()
 
     def _let_play(self) -> bool:
-        """Return whether it ended by itself: else the honest pair may still do what it asked for."""
+        """Return whether it ended by itself: else a spare may still do what it asked for."""
         outcome, attack = self._outcome, self._outcome.attack
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(target=play, args=(self._stage, attack, self._seed, theirs))
@@ -165,13 +166,14 @@ class _Play:
         return ""
 
     def _judge(self) -> None:
-        outcome, traffic = self._outcome, self._outcome.traffic
+        outcome, traffic = self._outcome, self._stage.traffic()
+        outcome.traffic = traffic
         outcome.turn_ms = max(float(node.longest_turn_ms[0]) for node in self._nodes)
         outcome.extra_mb = max(node.rss_mb("VmHWM") - self._rss_mb[node] for node in self._nodes)
         if traffic.wrong:
             outcome.problems.append(f"{traffic.wrong} wrong items")
-        if traffic.failed:
-            outcome.problems.append(f"{traffic.failed} honest pulls failed: {'; '.join(traffic.why)}")
+        if why := traffic.failures:
+            outcome.problems.append(f"{len(why)} honest pulls failed: {'; '.join(why[:3])}")
         if outcome.turn_ms > MAX_TURN_MS:
             outcome.problems.append(f"a turn of the loop took {outcome.turn_ms:.0f} ms")
         if outcome.attack.who in OUTSIDERS and outcome.extra_mb > MAX_EXTRA_MB:

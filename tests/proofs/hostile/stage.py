@@ -1,4 +1,4 @@
-"""Two daemons and an honest pair of engines that goes on while somebody attacks."""
+"""Two daemons and honest engines that read from each other while somebody attacks."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvxferd.control.curve_keys import CurveKeyPair, make_key
-from kvxferd.tooling.child_process import ChildProcess
+from kvxferd.tooling.child_process import ChildError
 from kvxferd.tooling.control_client import ControlClient
-from tests.proofs.hostile.honest_pair import Pair, Traffic
+from tests.proofs.hostile.honest_ranks import become_honest
 from tests.proofs.hostile.users import DAEMON, GROUP, ROOT, User
 from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import FACTS
 from tests.support.nodes.processes import num_fds, rss_kib
+from tests.support.nodes.rank_process import RankProcess
+from tests.support.nodes.requests import spec_of
 from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
+from tests.support.pull_traffic import PullTraffic
 from tests.support.repository import ROOT as REPOSITORY
 
 START_S, STOP_S, REPLY_S = 90.0, 20.0, 5.0
-HONEST_S = 60.0  # past any limit of what the pair does
 WATCHED = "tests.proofs.hostile.watched_daemon"
 FLAGS = (
     *("--mover-pool-size", "1", "--drain-limit-s", "2"),
@@ -111,25 +115,37 @@ class Node(Daemon):
         self.longest_turn_ms[0] = 0.0
 
 
+class Traffic(NamedTuple):
+    """Of the honest engines."""
+
+    done: int = 0
+    wrong: int = 0  # items that were delivered
+    slowest_s: float = 0.0
+    failures: Sequence[str] = ()
+
+
 class Stage:
-    """Both daemons and the pair, from the start until `close`."""
+    """Both daemons, honest engines that read from each other, and idle processes of ranks for attacks."""
 
     def __init__(self, *, has_keys: bool, keep: Path | None = None) -> None:
         self.has_keys = has_keys
         self._keep = keep
         self.nodes: dict[str, Node] = {}
-        self._honest: ChildProcess[Pair] | None = None
+        self.spares: list[RankProcess] = []
+        self._ranks: list[RankProcess] = []
+        self._traffic: list[PullTraffic] = []
         self.key: CurveKeyPair | None = None  # of a peer that both daemons admit
         self._directory = Path(tempfile.mkdtemp(prefix="kvxferd-hostile-"))
         self._directory.chmod(0o711)
         try:
-            self._build()
+            self._start_daemons()
+            self._start_engines()
         except BaseException:
             self.close()
             raise
         self.birth_mb = self.rss_mb()
 
-    def _build(self) -> None:
+    def _start_daemons(self) -> None:
         user = DAEMON if _can_start() else ROOT
         names = ("a", "b", "peer") if self.has_keys else ()
         keys = {name: make_key(self._directory / f"{name}.key") for name in names}
@@ -147,27 +163,52 @@ class Stage:
             # The group of a daemon of root's is root's: engines are of another one here.
             node.wait_ready(START_S)
             os.chown(node.worker_socket, -1, GROUP)
-        sockets = [node.worker_socket for node in self.nodes.values()]
-        self._honest = ChildProcess(partial(Pair, sockets), self._directory / "honest.log")
-        wait_until(lambda: self.traffic().done >= 8, "the honest pair reads from each other", START_S)
+
+    def _start_engines(self) -> None:
+        self._ranks += [RankProcess(self._directory / f"rank-{number}.log") for number in range(6)]
+        for rank in self._ranks:
+            rank.run(become_honest)
+        *pairs, first, second = self._ranks
+        self.spares += [first, second]
+        for number, (here, there) in enumerate((("a", "b"), ("b", "a"))):
+            source, sink = pairs[2 * number : 2 * number + 2]
+            self.register(source, here, f"honest-{number}")
+            self.register(sink, there, f"reader-{number}")
+            traffic = PullTraffic(source, sink, survives=(ChildError, AssertionError))
+            self._traffic.append(traffic)
+        wait_until(lambda: self.traffic().done >= 8, "the honest engines read from each other", START_S)
+
+    def register(
+        self, rank: RankProcess, node: str, name: str, limit_s: float = START_S, **facts: Any
+    ) -> RankProcess:
+        """Have it be an engine of one rank, or a rank of the engine that `facts` describe."""
+        socket = self.nodes[node].worker_socket
+        rank.start_registering(socket, spec_of(name, **facts), **FACTS).result(limit_s)
+        return rank
 
     def rss_mb(self) -> float:
         return max(node.rss_mb() for node in self.nodes.values())
 
-    def honest(self, do: str, **arguments: Any) -> Any:
-        """Have the honest pair do something, and return what came of it."""
-        assert self._honest is not None
-        return self._honest.start(getattr(Pair, do), **arguments).result(HONEST_S)
+    def count_anew(self) -> None:
+        for one in self._traffic:
+            one.count_anew()
 
     def traffic(self) -> Traffic:
-        """What the pair has done of itself since `honest("count_anew")`."""
-        found: Traffic = self.honest("traffic")
-        return found
+        """What the honest engines have done since `count_anew`."""
+        failures = [failure for one in self._traffic for failure in one.failures]
+        return Traffic(
+            sum(one.num_delivered for one in self._traffic),
+            sum(one.num_wrong for one in self._traffic),
+            max(one.slowest_s for one in self._traffic),
+            [str(failure)[:200] for failure in failures],
+        )
 
     def close(self) -> list[str]:
         """End everything; return what was wrong about that."""
-        if self._honest is not None:
-            self._honest.stop()
+        for one in self._traffic:
+            one.close()
+        for rank in self._ranks:
+            rank.stop()
         problems = [problem for node in self.nodes.values() for problem in node.end(STOP_S)]
         if self._keep is not None:
             self._keep.mkdir(parents=True, exist_ok=True)

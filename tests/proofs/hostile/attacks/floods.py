@@ -15,18 +15,12 @@ from tests.proofs.hostile.raw_protocol import WorkerByHand
 from tests.support.raw_worker import connected, frame
 
 
-def newcomer(scene: Scene) -> str:
-    """Whether another engine of an honest user could start meanwhile."""
-    came = scene.honest("newcomer")
-    return "" if came["outcome"] == "done" else f"another user's engine could not start: {came}"
-
-
 @attack("user")
 def silent_connections(scene: Scene) -> str:
     """Hundreds of connections to the worker socket that say nothing, while another engine starts."""
     made = [connected(scene.a.worker_socket) for _ in range(300)]
     assert made
-    return newcomer(scene)
+    return scene.newcomer()
 
 
 @attack("user")
@@ -36,7 +30,7 @@ def many_greeted_sessions(scene: Scene) -> str:
         for _ in range(300):
             if scene.worker().ended:
                 break
-    return newcomer(scene)
+    return scene.newcomer()
 
 
 @attack("user", fresh=True)
@@ -89,7 +83,7 @@ def sessions_come_and_go(scene: Scene) -> str:
     while time.monotonic() < until:
         made = WorkerByHand(scene.a.worker_socket)
         made.close()
-    return newcomer(scene)
+    return scene.newcomer()
 
 
 def reference(endpoint: str, scene: Scene) -> TransferRef:

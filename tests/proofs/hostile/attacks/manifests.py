@@ -17,7 +17,7 @@ from kvxferd.wire import peer
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import BlockIds, Message, RankManifest
 from tests.proofs.hostile.attack import Scene, attack
-from tests.proofs.hostile.honest_pair import NUM_BLOCKS, TOKENS
+from tests.support.nodes.requests import TOKENS
 
 Answer = Callable[[Any], list[Message]]
 
@@ -90,7 +90,7 @@ def serving(manifest: RankManifest, changes: dict[str, Any]) -> Answer:
         if isinstance(request, peer.ManifestRequest):
             return [peer.ManifestReply(request=request.request, boot="evil", ranks=(manifest,), num_ranks=1)]
         if isinstance(request, peer.GrantRequest):
-            ids = pack_ids(range(NUM_BLOCKS))
+            ids = pack_ids(range(-(-TOKENS // 16)))
             granted = peer.GrantReply(
                 request=request.request,
                 grant=request.grant,
@@ -146,22 +146,23 @@ def false_agents_of_others(scene: Scene) -> str:
 
 
 def _mislead(scene: Scene, is_meant: Callable[[dict[str, Any], str], bool]) -> str:
-    mine, others = manifest_of(scene, "a", "honest-0"), manifest_of(scene, "b", "honest-1")
+    if why := scene.newcomer():
+        return why
+    mine, others = manifest_of(scene, "a", scene.name), manifest_of(scene, "b", "honest-1")
     for number, changed in enumerate(_bindings(mine, others)):
         if not is_meant(changed, mine.binding.agent):
             continue
         binding = msgspec.structs.replace(mine.binding, **changed)
         spec = msgspec.structs.replace(mine.spec, engine_id=f"evil-{number}")
         daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, binding), {}))
-        before = scene.honest("traffic")
-        came = scene.honest("pull", sink=1, ref=ref_to(daemon, f"evil-{number}"), deadline_s=3.0)
+        outcome, _ = scene.pull(ref_to(daemon, f"evil-{number}"), 3.0)
         scene.rest(0.3)
-        after = scene.honest("traffic")
+        why = scene.newcomer()  # the same rank reads from the true one
         daemon.close()
-        if came["outcome"] == "no answer":
+        if outcome == "hung":
             return f"the pull by manifest {number} never ended"
-        if after.failed > before.failed or after.wrong > before.wrong:
-            return f"manifest {number} (agent {changed['agent'][:8]}) cost others their pulls: {after.why}"
+        if why:
+            return f"manifest {number} (agent {changed['agent'][:8]}) cost others their pulls: {why}"
     return ""
 
 
@@ -173,7 +174,7 @@ def answers_in_a_flood(scene: Scene) -> str:
         return []
 
     daemon = DaemonByHand(scene, reply)
-    scene.honest("hint", sink=1, ref=ref_to(daemon, "flood"), what="prepare")
+    scene.reader.prepare(ref_to(daemon, "flood"))
     scene.rest(1.0)
     route = next(iter(daemon.routes), b"")
     done = encode(peer.RequestDone(request=999_999))
@@ -205,7 +206,7 @@ def engines_learnt_without_end(scene: Scene) -> str:
 
     daemon = DaemonByHand(scene, reply)
     for number in range(24):
-        scene.honest("hint", sink=1, ref=ref_to(daemon, f"large-{number}"), what="prepare")
+        scene.reader.prepare(ref_to(daemon, f"large-{number}"))
     scene.rest(4.0)
     daemon.close()
     return ""
@@ -214,10 +215,6 @@ def engines_learnt_without_end(scene: Scene) -> str:
 @attack("peer", limit_s=80.0, imports=("nixl._api",))
 def a_source_that_stalls(scene: Scene) -> str:
     """Pulls from a real agent that connects and then stops: others' pulls of the same rank go on."""
-    return _stall(scene)
-
-
-def _stall(scene: Scene) -> str:
     import ctypes
     import signal
 
@@ -241,12 +238,10 @@ def _stall(scene: Scene) -> str:
     binding = msgspec.structs.replace(mine.binding, agent="evil/stall", metadata=found[8:], regions=(region,))
     spec = msgspec.structs.replace(mine.spec, engine_id="evil-stall")
     daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, binding), {}))
-    outcomes = [
-        scene.honest("pull", sink=1, ref=ref_to(daemon, "evil-stall"), deadline_s=2.0)["outcome"]
-        for _ in range(3)
-    ]
+    outcomes = {scene.pull(ref_to(daemon, "evil-stall"), 2.0)[0] for _ in range(3)}
+    why = scene.newcomer()
     scene.rest(15.0)
     daemon.close()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return "it was delivered" if "delivered" in outcomes else ""
+    return "it was delivered" if "delivered" in outcomes else why or scene.newcomer()

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from tests.proofs.hostile.attack import Scene, attack
-from tests.proofs.hostile.attacks.floods import newcomer
 
 
 @attack("stranger", "user")
@@ -45,7 +44,7 @@ def shared_memory_squatted(scene: Scene) -> str:
             path.mkdir(mode=0o777)
             made.append(path)
     try:
-        return newcomer(scene)
+        return scene.newcomer()
     finally:
         for path in made:
             with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import time
+from functools import partial
 
 import zmq
 
@@ -16,6 +17,7 @@ from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Binding, RankManifest, RegionAddress, TransferRef
 from kvxferd.wire.endpoint import address_of
 from tests.proofs.hostile.attack import Scene, attack
+from tests.proofs.hostile.honest_ranks import pass_by
 from tests.proofs.hostile.raw_protocol import PeerByHand, stranger_key
 
 ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x00"
@@ -159,21 +161,19 @@ def large_joins(scene: Scene) -> str:
 @attack("peer", limit_s=60.0)
 def sessions_end_while_thousands_wait(scene: Scene) -> str:
     """A peer has thousands of questions wait for a rank that lacks, while a worker connects and leaves."""
-    scene.honest("begin_half", home=scene.a.endpoint, name="lacking")
-    try:
-        one = scene.peer()
-        ref = TransferRef(scene.a.endpoint, "lacking", "g1", "t", "0" * 32)
-        who = peer.Consumer("x", "g", (0, 0), 1)
-        for number in range(8000):
-            one.say(
-                peer.GrantRequest(
-                    request=10 + number, grant=f"g{number}", ref=ref, consumer=who, reads=(), wait_s=10.0
-                )
+    half = {"pp_size": 2, "home": scene.a.endpoint}
+    scene.stage.register(scene.stage.spares[0], "a", "lacking", **half)  # the other half never comes
+    one = scene.peer()
+    ref = TransferRef(scene.a.endpoint, "lacking", "g1", "t", "0" * 32)
+    who = peer.Consumer("x", "g", (0, 0), 1)
+    for number in range(8000):
+        one.say(
+            peer.GrantRequest(
+                request=10 + number, grant=f"g{number}", ref=ref, consumer=who, reads=(), wait_s=10.0
             )
-        scene.rest(1.0)
-        for _ in range(20):
-            scene.honest("connect_and_leave", at=0)
-        scene.rest(1.0)
-    finally:
-        scene.honest("end_half", name="lacking")
+        )
+    scene.rest(1.0)
+    for _ in range(20):
+        scene.stage.spares[1].run(partial(pass_by, scene.a.worker_socket))
+    scene.rest(1.0)
     return ""

@@ -1,14 +1,19 @@
-"""References as a hostile router might write them. The honest pair is given them."""
+"""References as a hostile router might write them. An honest engine is given them."""
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
+from kvxferd.errors import Code
 from kvxferd.layout import PackedBlocks
+from kvxferd.tooling.child_process import ChildError
 from kvxferd.wire import worker
+from kvxferd.wire.common import TransferRef
 from tests.proofs.hostile.attack import Scene, attack
 from tests.proofs.hostile.attacks.floods import reference
+from tests.support.nodes.requests import publish
 
 NUM_TRIED = 60  # of twice as many, others with each seed
 SURROGATE = "\ud800"
@@ -64,7 +69,7 @@ def _bad(good: dict[str, Any]) -> list[Any]:
 @attack("router", limit_s=90.0)
 def references_of_nonsense(scene: Scene) -> str:
     """Numbers past 64 bits, lone surrogates, wrong types, odd endpoints, in every form of them."""
-    good = scene.honest_ref()
+    good = publish([scene.source], 1)
     several = random.Random(scene.seed).sample(list(enumerate(_bad(good))), NUM_TRIED)
     for number, bad in several:
         form = FORMS[number % len(FORMS)]
@@ -72,22 +77,27 @@ def references_of_nonsense(scene: Scene) -> str:
             isinstance(bad, dict) and set(bad) <= {*NAMES, "traceparent"} and len(bad) > 4
         ):
             form = "dict"
-        for do, more in (
-            ("pull", {"deadline_s": 0.3, "limit_s": 8.0}),
-            ("hint", {"what": "prepare"}),
-            ("hint", {"what": "abandon"}),
-        ):
-            if do == "hint" and number % 3:
-                continue
-            came = scene.honest(do, sink=1, ref=bad, form=form, **more)
-            text = repr(bad)[:120]
-            if came["outcome"] == "delivered" and not _means(bad, good):
-                return f"{text} was delivered"
-            if came["outcome"] == "no answer":
-                return f"{do} of {text} as {form} never ended"
-            if came["outcome"] == "raised" and not came["code"]:
-                return f"{do} of {text} as {form} raised {came.get('why', '')[:200]}"
+        formed, text = _formed(bad, form), f"{repr(bad)[:120]} as {form}"
+        outcome, why = scene.pull(formed, 0.3, 8.0)
+        if outcome == "delivered" and not _means(bad, good):
+            return f"{text} was delivered"
+        if outcome in ("hung", "broken"):
+            return f"the pull of {text} is {outcome}: {why[:200]}"
+        for hint in (scene.reader.prepare, scene.reader.abandon) if number % 3 == 0 else ():
+            try:
+                hint(formed)
+            except ChildError as error:
+                if error.code is Code.INTERNAL:
+                    return f"a hint of {text} raised {error.message[:200]}"
     return ""
+
+
+def _formed(ref: Any, form: str) -> Any:
+    """As a dict, as JSON in text or bytes, or as the struct itself with nothing checked."""
+    if form == "struct":
+        return TransferRef(**ref)
+    text = json.dumps(ref)
+    return {"dict": ref, "text": text, "bytes": text.encode()}[form]
 
 
 def _means(bad: Any, good: dict[str, Any]) -> bool:
