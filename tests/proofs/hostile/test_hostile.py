@@ -9,6 +9,8 @@ import pytest
 
 from tests.proofs.hostile.attack import Attack, Scene
 from tests.proofs.hostile.runner import Runner
+from tests.support.nodes.processes import lives
+from tests.support.nodes.waiting import wait_until
 from tests.support.other_user import needs_root
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_root]
@@ -16,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_root]
 
 def _kill(scene: Scene) -> str:
     os.kill(scene.a.pid, signal.SIGKILL)
+    wait_until(lambda: not lives(scene.a.pid), "it is dead")
     return ""
 
 

@@ -42,6 +42,7 @@ class Tally:
     def line(self, seed: int, **more: Any) -> str:
         every = [ms for kind in self.recovery_ms.values() for ms in kind]
         counts = {name: value for name, value in vars(self).items() if isinstance(value, int | Counter)}
+        faults = {"faults": self.faults.total(), "faults_by_kind": self.faults}
         times = {
             "recovery_ms_p99": quantile(every, 0.99),
             "unmaps": len(self.unmap_ms),
@@ -54,7 +55,7 @@ class Tally:
             "slow": self.slow[:20],
             "problems": self.problems[:20],
         }
-        return json.dumps({"seed": seed} | counts | {"faults": self.faults.total()} | times | more)
+        return json.dumps({"seed": seed} | counts | faults | times | more)
 
 
 def quantile(values: list[float], q: float) -> float | None:
