@@ -104,10 +104,6 @@ class DecodeRankReads:
         stages = self.topology.find(PREFILL).stages
         return [self.topology.terms(PREFILL, pp_rank) for pp_rank in stages]
 
-    def sources(self, kind: GroupKind) -> list[Rank]:
-        """Return the prefill ranks read for attention, or for state."""
-        return [read.source for read in self.reads if read.kind is kind]
-
 
 class RankLoad(NamedTuple):
     """What one prefill rank gives, for a request of 1,000 tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
@@ -31,9 +32,11 @@ def print_explanation(explanation: Explanation, advice: str = "") -> None:
         return
     _print_matrix(explanation)
     print_line("")
-    print_table("Reads, for a request of 1,000 tokens", _read_columns(explanation), _read_rows(explanation))
+    reads = [(rank.rank, read) for rank in explanation.ranks for read in rank.reads]
+    rows = (_read_row(*of_rank) for of_rank in reads)
+    print_table("Reads, for a request of 1,000 tokens", _read_columns(explanation), rows)
     print_line("")
-    for sentence, count in _count_run_sentences(explanation).items():
+    for sentence, count in Counter(f"{read.kind.value}: {read.merges}" for _, read in reads).items():
         print_line(f"{count} read{'s' * (count > 1)}: {sentence}")
     for note in explanation.notes:
         print_line(f"note: {note}")
@@ -134,41 +137,9 @@ def _read_columns(explanation: Explanation) -> tuple[Column, ...]:
     )  # fmt: skip
 
 
-def _read_rows(explanation: Explanation) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each read, and one for each decode rank that has several."""
-    for rank in explanation.ranks:
-        several = len(rank.reads) != 1
-        if several:
-            yield _total_row(rank)
-        for read in rank.reads:
-            yield _read_row("" if several else str(rank.rank), read)
-
-
-def _total_row(rank: DecodeRankReads) -> tuple[str, ...]:
-    """Return a decode rank's own row: which ranks it reads, and how much in all."""
-    attention, state = (format_ranks(rank.sources(kind)) for kind in (GroupKind.ATTENTION, GroupKind.STATE))
-    if not rank.reads:
-        return (str(rank.rank), "-", "nothing", "-", "holds no cache", "0 B", "0", "-", "0", "-", "0", "-")
-    whom = attention if state in ("-", attention) else f"{attention}; state {state}"
+def _read_row(rank: Rank, read: RankRead) -> tuple[str, ...]:
     return (
-        str(rank.rank),
-        whom if attention != "-" else state,
-        f"{len(rank.reads)} reads",
-        format_numbers(range(*rank.layers)),
-        "",
-        format_bytes(rank.num_bytes),
-        f"{rank.num_runs:,}",
-        format_bytes(rank.num_bytes / rank.num_runs),
-        f"{sum(read.fewest_runs for read in rank.reads):,}",
-        "",
-        f"{sum(read.estimate.descriptors_posted for read in rank.reads):,}",
-        format_time(rank.predicted_s),
-    )
-
-
-def _read_row(name: str, read: RankRead) -> tuple[str, ...]:
-    return (
-        name,
+        str(rank),
         str(read.source),
         read.kind.value,
         format_numbers(read.layers),
@@ -204,16 +175,6 @@ def _print_loads(explanation: Explanation) -> None:
     ]  # fmt: skip
     columns = tuple_columns("prefill ranks", "each gives", "of the mean", "runs each", "", optional=("",))
     print_table("Load of prefill ranks, for a request of 1,000 tokens", columns, rows)
-
-
-def _count_run_sentences(explanation: Explanation) -> dict[str, int]:
-    """Return each sentence on runs, with the number of reads that it applies to."""
-    found: dict[str, int] = {}
-    for rank in explanation.ranks:
-        for read in rank.reads:
-            sentence = f"{read.kind.value}: {read.merges}"
-            found[sentence] = found.get(sentence, 0) + 1
-    return found
 
 
 def print_terms(rank: DecodeRankReads) -> None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from kvxferd.errors import LayoutError
 from kvxferd.ids import GroupName
 from kvxferd.layout.engine import EngineSpec
-from kvxferd.layout.overlap import find_overlap
 from kvxferd.layout.sharding import shard_units, stage_layers
 from kvxferd.layout.tensor_views import TensorLike, TensorRegion, TensorView, tensor_regions, tensor_view
 from kvxferd.layout.tensors import (
@@ -336,9 +335,6 @@ def _check_strides(name: str, names: Sequence[str], view: TensorView) -> None:
             )
         if size > MAX_BYTES or (size > 1 and stride * size > MAX_BYTES):
             raise _cannot(name, f"{size} steps of {stride} bytes are more than 2**48 bytes", dimension)
-    axes = list(zip(view.shape, view.strides, strict=True))
-    if find_overlap([(view.offset, view.itemsize, axes)]) is None:
-        return
     outer = sorted((s, z, n) for n, z, s in zip(names, view.shape, view.strides, strict=True) if z > 1)
     inside, inner = view.itemsize, "an element"
     for stride, size, dimension in outer:
@@ -350,7 +346,6 @@ def _check_strides(name: str, names: Sequence[str], view: TensorView) -> None:
                 dimension,
             )
         inside, inner = inside + (size - 1) * stride, f"dimension {dimension}"
-    raise _cannot(name, "its elements overlap one another; give a tensor with memory of its own")
 
 
 def _content_of(name: str, dims: Sequence[_Dimension], itemsize: int) -> _Content:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvxferd.errors import Code, LayoutError
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.layout.engine import EngineSpec
-from kvxferd.layout.overlap import OverlapBudget, find_overlap
+from kvxferd.layout.overlap import find_overlap
 from kvxferd.layout.tensors import CacheTensor, Group, GroupKind, RankLayout
 
 MAX_NAME_CHARS = 256  # longer than any layer or component name in use
@@ -41,13 +41,13 @@ MAX_BLOCKS = 1 << 31
 _Named = TypeVar("_Named")
 
 
-def validate_layout(spec: EngineSpec, layout: RankLayout, budget: OverlapBudget | None = None) -> None:
+def validate_layout(spec: EngineSpec, layout: RankLayout) -> None:
     """Raise LayoutError (layout-invalid) for the first contradiction, naming where and the values.
 
     In a valid layout ranks and layers are in range; every tensor names a known group and region; all
     bytes of every valid block id lie inside their region; no two coordinates of one group share a byte;
     granules and interleaves divide blocks; units are not listed twice; numbers are within their limits.
-    `budget` bounds the work for all layouts of one message; without it each layout has its own.
+    Tensors of a group that lie among one another in steps of unlike sizes count as overlapping.
     """
     validate_spec(spec)
     _check_layer_range(spec, layout)
@@ -73,7 +73,7 @@ def validate_layout(spec: EngineSpec, layout: RankLayout, budget: OverlapBudget 
             raise LayoutError(f"{_cannot_use(tensor)}: there is no region {tensor.region!r}")
         _check_tensor(layout, tensor, groups[tensor.group])
         _check_end(tensor, groups[tensor.group], regions[tensor.region].size_bytes)
-    _check_overlaps(layout, groups, OverlapBudget() if budget is None else budget)
+    _check_overlaps(layout, groups)
 
 
 def validate_spec(spec: EngineSpec) -> None:
@@ -254,7 +254,7 @@ def axes_of(tensor: CacheTensor, group: Group) -> list[tuple[int, int]]:
     ]
 
 
-def _check_overlaps(layout: RankLayout, groups: Mapping[str, Group], budget: OverlapBudget) -> None:
+def _check_overlaps(layout: RankLayout, groups: Mapping[str, Group]) -> None:
     """Check that no byte of a group has two coordinates. Groups may overlay one another."""
     together: dict[tuple[GroupName, RegionId], list[CacheTensor]] = {}
     for tensor in layout.tensors:
@@ -262,7 +262,7 @@ def _check_overlaps(layout: RankLayout, groups: Mapping[str, Group], budget: Ove
             together.setdefault((tensor.group, tensor.region), []).append(tensor)
     for (name, region), tensors in together.items():
         group = groups[name]
-        found = find_overlap([(t.offset, t.chunk_bytes, axes_of(t, group)) for t in tensors], budget)
+        found = find_overlap([(t.offset, t.chunk_bytes, axes_of(t, group)) for t in tensors])
         if found is not None:
             first, second = (tensors[index] for index in found)
             what = "itself" if first is second else f"layer {second.layer}'s component {second.component!r}"

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from kvxferd.core.events import CheckedLayout
 from kvxferd.ids import Digest
 from kvxferd.layout import EngineSpec, RankLayout, digest_of
-from kvxferd.layout.overlap import OverlapBudget
 from kvxferd.layout.validate import validate_layout, validate_spec
 
 # Engines of one model that are deployed alike have the same layouts: a rank's 40 tensors are 15 KiB of
@@ -30,14 +29,12 @@ class LayoutCache:
     def __len__(self) -> int:
         return len(self._cached)
 
-    def get_checked(
-        self, spec: EngineSpec, layout: RankLayout, places: OverlapBudget | None = None
-    ) -> CheckedLayout:
+    def get_checked(self, spec: EngineSpec, layout: RankLayout) -> CheckedLayout:
         """Return the layout, or an equal one seen before. Raises LayoutError as `validate_layout` does."""
         digest = digest_of(layout)
         cached = self._cached.get((digest, spec.num_layers))
         if cached is None:
-            validate_layout(spec, layout, places)
+            validate_layout(spec, layout)
         else:
             validate_spec(spec)
         checked = CheckedLayout(digest, cached or layout, spec.num_layers)

@@ -11,7 +11,6 @@ from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, Rank
 from kvxferd.layout import EngineSpec
-from kvxferd.layout.overlap import OverlapBudget
 from kvxferd.layout.validate import validate_spec
 from kvxferd.wire.common import RankManifest, RegionAddress
 from kvxferd.wire.endpoint import parse_endpoint
@@ -72,10 +71,9 @@ def check_manifests(
             "pieces",
             Code.REGION_INVALID,
         )
-    places = OverlapBudget()
     ranks, checked = {}, {}
     for manifest in manifests:
-        ranks[manifest.rank], checked[manifest.rank] = _check_manifest(manifest, layouts, places)
+        ranks[manifest.rank], checked[manifest.rank] = _check_manifest(manifest, layouts)
     return ranks, checked
 
 
@@ -84,14 +82,12 @@ def check_manifest(manifest: RankManifest, layouts: LayoutCache) -> RankManifest
 
     If `layouts` has an equal layout, the result shares it.
     """
-    return _check_manifest(manifest, layouts, OverlapBudget())[0]
+    return _check_manifest(manifest, layouts)[0]
 
 
-def _check_manifest(
-    manifest: RankManifest, layouts: LayoutCache, places: OverlapBudget
-) -> tuple[RankManifest, CheckedLayout]:
+def _check_manifest(manifest: RankManifest, layouts: LayoutCache) -> tuple[RankManifest, CheckedLayout]:
     spec = check_spec(manifest.spec, manifest.binding.incarnation)
-    checked = layouts.get_checked(spec, manifest.layout, places)
+    checked = layouts.get_checked(spec, manifest.layout)
     binding = manifest.binding
     bound = {region.region: region.size_bytes for region in binding.regions}
     wanted = {region.region: region.size_bytes for region in manifest.layout.regions}

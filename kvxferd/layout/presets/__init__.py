@@ -4,9 +4,8 @@
 one rank of a plain attention model. All sizes and strides are bytes.
 """
 
-from kvxferd.layout.presets.attention import attention_layout
 from kvxferd.layout.presets.build import blocks_per_logical, model_layout
-from kvxferd.layout.presets.deploy import deploy, with_kv_dtype
+from kvxferd.layout.presets.deploy import attention_layout, deploy, with_kv_dtype
 from kvxferd.layout.presets.deployment_options import LAYOUT_NAMES, DeploymentOptions
 from kvxferd.layout.presets.model_facts import (
     LayerKind,

@@ -9,7 +9,7 @@ from kvxferd.ids import Rank
 from kvxferd.layout.engine import EngineSpec
 from kvxferd.layout.presets.build import model_layout, model_spec
 from kvxferd.layout.presets.deployment_options import DeploymentOptions
-from kvxferd.layout.presets.model_facts import ModelFacts
+from kvxferd.layout.presets.model_facts import LayerKind, ModelFacts, key_and_value
 from kvxferd.layout.presets.models import find_model
 from kvxferd.layout.tensors import RankLayout
 
@@ -39,6 +39,26 @@ def deploy(
             spec = model_spec(facts, chosen, rank, engine_id or facts.name, generation)
             ranks[rank] = (spec, model_layout(facts, chosen, rank))
     return ranks
+
+
+def attention_layout(
+    *,
+    spec: EngineSpec,
+    num_kv_heads: int,
+    head_dim: int,
+    block_tokens: int,
+    num_blocks: int,
+    layout: str = "HND",
+) -> RankLayout:
+    """Return the layout of one rank of a plain attention model: bfloat16 components "k" and "v" per layer.
+
+    The rank is `spec.rank`. All tensors lie in one region, "kv", and their blocks are one group, "full".
+    Raises ValueError for an unknown `layout`, as `DeploymentOptions` does.
+    """
+    heads = key_and_value(num_kv_heads, head_dim)
+    model = ModelFacts("plain", num_kv_heads, (LayerKind.FULL,) * spec.num_layers, heads)
+    options = DeploymentOptions(spec.tp_size, spec.pp_size, block_tokens, layout, num_blocks)
+    return model_layout(model, options, spec.rank)
 
 
 def with_kv_dtype(model: ModelFacts, dtype: str, itemsize: int) -> ModelFacts:

@@ -8,16 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.explain.analysis import DecodeRankReads, explain_pair
+from kvxferd.explain.analysis import explain_pair
 from kvxferd.explain.formatting import format_numbers, format_ranks, format_unit_ranges, format_units
-from kvxferd.layout import GroupKind, UnitRange
+from kvxferd.layout import UnitRange
 from tests.support.explained_pairs import described, explained
-
-
-def sources(rank: DecodeRankReads, kind: GroupKind = GroupKind.ATTENTION) -> list[tuple[int, int]]:
-    """Return the prefill ranks that a decode rank reads, as (pp, tp)."""
-    return [tuple(source) for source in rank.sources(kind)]  # type: ignore[misc]
-
 
 LLAMA = 80 * 2 * 8 * 128 * 2 * 1000
 
@@ -80,7 +74,12 @@ def test_runs_of_a_thousand_tokens(prefill: str, decode: str, runs: float, fewes
 def test_replicas_are_spread_over_readers() -> None:
     """Each of four readers has a replica of the latent of its own; the rest gives nothing."""
     found = explained("deepseek-v3,tp=8", "deepseek-v3,tp=4")
-    assert [sources(rank) for rank in found.ranks] == [[(0, 0)], [(0, 2)], [(0, 4)], [(0, 6)]]
+    assert [[read.source for read in rank.reads] for rank in found.ranks] == [
+        [(0, 0)],
+        [(0, 2)],
+        [(0, 4)],
+        [(0, 6)],
+    ]
     assert [load.rank.tp_rank for load in found.loads() if not load.readers] == [1, 3, 5, 7]
     assert format_ranks([load.rank for load in found.loads() if load.readers]) == "pp0.tp0+2+4+6"
 

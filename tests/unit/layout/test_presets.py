@@ -28,11 +28,9 @@ def test_layers_of_each_stage(layers: int, pp: int, want: list[tuple[int, int]])
     assert [stage_layers(layers, pp, rank) for rank in range(pp)] == want
 
 
-def spec(pp_rank: int = 0) -> EngineSpec:
+def spec() -> EngineSpec:
     """Return a rank that holds 2 of 4 heads."""
-    return EngineSpec(
-        EngineId("e"), Generation("g"), 4, pp_size=2, tp_size=2, pp_rank=pp_rank, num_kv_heads=4
-    )
+    return EngineSpec(EngineId("e"), Generation("g"), 4, pp_size=2, tp_size=2, num_kv_heads=4)
 
 
 @pytest.mark.parametrize(
@@ -63,15 +61,6 @@ def test_strides_of_each_arrangement(layout: str, want: tuple[int, ...]) -> None
     k, v, next_k, _ = made.tensors
     assert (k.block_stride, k.token_stride, k.unit_stride, v.offset, next_k.offset) == want
     assert made.regions[0].size_bytes == 4096
-
-
-def test_a_stage_may_be_given() -> None:
-    """Stages that the engine divided otherwise."""
-    made = attention_layout(
-        spec=spec(1), num_kv_heads=4, head_dim=8, block_tokens=4, num_blocks=8, start_layer=1, end_layer=4
-    )
-    assert (made.start_layer, made.end_layer) == (1, 4)
-    assert sorted({tensor.layer for tensor in made.tensors}) == [1, 2, 3]
 
 
 def test_vectorised_keys_are_chunks_of_16_bytes_and_values_single_items() -> None:

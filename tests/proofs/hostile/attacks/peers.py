@@ -8,6 +8,7 @@ import socket
 import time
 from functools import partial
 
+import msgspec
 import zmq
 
 from kvxferd.layout import EngineSpec
@@ -126,13 +127,11 @@ def large_manifest(engine_id: str, home: str, num_tensors: int, agent: str) -> R
         home=home,
     )
     layout = attention_layout(
-        spec=spec,
+        spec=msgspec.structs.replace(spec, pp_size=1),  # this rank has the layers of both stages
         num_kv_heads=1,
         head_dim=16,
         block_tokens=16,
         num_blocks=4,
-        start_layer=0,
-        end_layer=num_tensors // 2,
     )
     region = layout.regions[0]
     address = RegionAddress(region=region.region, address=1 << 40, size_bytes=region.size_bytes)
