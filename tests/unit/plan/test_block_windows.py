@@ -8,32 +8,21 @@ from hypothesis import strategies as st
 
 from kvxferd.errors import Code, PeerError
 from kvxferd.ids import Rank
-from kvxferd.layout import (
-    BlocksByGroup,
-    EngineSpec,
-    PackedBlocks,
-    RankLayout,
-    append_ids,
-    pack_ids,
-    unpack_ids,
-)
-from kvxferd.layout.presets import attention_layout
+from kvxferd.layout import BlocksByGroup, PackedBlocks, RankLayout, append_ids, pack_ids, unpack_ids
 from kvxferd.plan import Expander, Plan, SourceLists, block_rules, check_request, list_rules, make_plan
+from tests.support.attention_engines import layout_of, spec
 
 NUM_BLOCKS = 4096
 SIZES = st.sampled_from([1, 2, 3, 4, 8, 12, 16])
 BASES = {"kv": 1 << 20}
 
 
-def layout_of(block_tokens: int, order: str = "NHD") -> tuple[EngineSpec, RankLayout]:
-    spec = EngineSpec("e", "g", 2, num_kv_heads=2)
-    facts = {"num_kv_heads": 2, "head_dim": 2, "num_blocks": NUM_BLOCKS, "block_tokens": block_tokens}
-    return spec, attention_layout(spec=spec, layout=order, **facts)
-
-
 def plan_between(local_size: int, remote_size: int) -> tuple[Plan, RankLayout]:
-    (spec, local), (remote_spec, remote) = layout_of(local_size, "HND"), layout_of(remote_size)
-    return make_plan(spec, local, remote_spec, {Rank(0, 0): remote}), remote
+    """Return the plan of blocks of these tokens, and the remote layout."""
+    own = spec(heads=2)
+    local = layout_of(own, block_tokens=local_size, num_blocks=NUM_BLOCKS)
+    remote = layout_of(own, block_tokens=remote_size, num_blocks=NUM_BLOCKS, layout="NHD")
+    return make_plan(own, local, own, {Rank(0, 0): remote}), remote
 
 
 def packed(first_id: int, last_id: int, first_token: int = 0) -> PackedBlocks:

@@ -66,18 +66,6 @@ def test_a_permutation_has_rows_of_its_longer_side(tokens: int, heads: int, rows
     assert bytes_of_patterns([pattern]) == bytes_of_form(form)
 
 
-def test_layers_are_places_of_the_same_rows() -> None:
-    one = heads_and_tokens(16, 2, 64)
-    layers = [
-        (size, image + layer * 16 * 2 * 64, local + layer * layer * 40 * 2 * 64, 0)
-        for layer in range(10)
-        for size, image, local, _ in one
-    ]
-    (pattern,) = form_patterns(form_of(layers))
-    assert (pattern.rows, len(pattern.image)) == (16, 20)
-    assert bytes_of_patterns([pattern]) == bytes_of_form(form_of(layers))
-
-
 def test_rows_end_where_a_local_block_does() -> None:
     """12 against 16 tokens: four of the one block, and twelve of the other, are rows of four."""
     copies = [
@@ -95,14 +83,6 @@ def test_rows_go_backwards_where_one_side_does() -> None:
     form = form_of([(8, 8 * i, 100 - 10 * i, 0) for i in range(6)])
     (pattern,) = form_patterns(form)
     assert (pattern.rows, pattern.image_pitch * pattern.local_pitch) == (6, -80)
-    assert bytes_of_patterns([pattern]) == bytes_of_form(form)
-
-
-def test_what_is_not_regular_is_single_rows_of_one_pattern() -> None:
-    places = np.random.default_rng(1).permutation(4096)
-    form = form_of([(8, 16 * i, 16 * int(place), 0) for i, place in enumerate(places)])
-    (pattern,) = form_patterns(form)
-    assert (pattern.rows, pattern.image_pitch, pattern.local_pitch) == (1, 0, 0)
     assert bytes_of_patterns([pattern]) == bytes_of_form(form)
 
 

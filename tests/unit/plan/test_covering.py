@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from kvxferd.ids import Rank, RegionId
+from kvxferd.ids import Rank
 from kvxferd.mover.chunks.covering import CoverSlicer
 from kvxferd.plan import Plan
 from kvxferd.plan.covering import FORM_OVERHEAD_BYTES, TABLE_OVERHEAD_BYTES, CoveredRank, CoverExpander
@@ -16,7 +16,6 @@ from kvxferd.plan.stretches import (
     MAX_LENGTHS,
     MAX_RUNS,
     MAX_STRETCH_BYTES,
-    StretchForm,
     cover_block,
 )
 from kvxferd.plan.table_cache import ENTRY_OVERHEAD_BYTES, TableCache
@@ -53,14 +52,6 @@ def test_a_block_whose_order_differs_is_one_stretch_a_tensor() -> None:
     assert stretches.num_bytes == stretches.covered_bytes == 8 * 64
 
 
-def test_blocks_that_follow_one_another_are_one_descriptor() -> None:
-    part = covered(plan_between(engine(layout="NHD"), engine()), [3, 1, 7], [5, 6, 9])[SOURCE]
-    slicer = CoverSlicer(part.stretches)
-    assert slicer.num_descriptors == 4 * 2
-    fill = slicer.next_fill(1 << 30, 1 << 20)
-    assert sorted(fill.length.tolist()) == [64] * 4 + [128] * 4
-
-
 def test_a_larger_remote_block_is_read_once() -> None:
     """Blocks of 8 tokens there, heads first: each half of a head goes to a local block of its own."""
     plan = plan_between(engine(block_tokens=4), engine(block_tokens=8))
@@ -78,15 +69,6 @@ def test_reading_a_quarter_of_the_heads_token_by_token_covers_almost_the_whole_b
     part = covered(plan, [2], [2])[SOURCE]
     assert {size for _, size in listed(part)} == {4 + 3 * 16}
     assert [s.num_bytes for s in part.stretches] == [4 * 16]
-
-
-def test_what_no_stretch_pays_for_comes_as_runs() -> None:
-    plan = plan_between(engine(layout="NHD"), engine())
-    request = CoverExpander(plan).prepare(blocks([3]), blocks([5]))
-    assert request is not None
-    (part,) = request.parts({KV: 1_000_000}, {SOURCE: {KV: 2_000_000}}, lambda rank, form: False)
-    assert not part[SOURCE].stretches
-    assert sum(len(runs.length) for runs in part[SOURCE].runs) == 4 * 16
 
 
 def test_a_stretch_is_no_longer_than_a_blocks_stride() -> None:
@@ -137,25 +119,6 @@ def test_a_stretch_outside_its_region_is_refused() -> None:
     moved = [one._replace(local=one.local - 100_000) for one in part.stretches]
     with pytest.raises(ValueError, match="before its region"):
         CoverSlicer(moved)
-
-
-def test_the_rest_of_a_pull_may_be_read_directly() -> None:
-    """After one chunk the others' bytes come as runs, and nothing twice."""
-    part = covered(plan_between(engine(layout="NHD"), engine()), [3, 1, 7], [5, 9, 2])[SOURCE]
-    slicer = CoverSlicer(part.stretches)
-    first = slicer.next_fill(1 << 30, 256)
-    rest = slicer.rest_as_runs({RegionId("kv"): 1_000_000})
-    assert slicer.is_empty
-    assert first.num_bytes + sum(int(runs.length.sum()) for runs in rest) == slicer.num_bytes
-
-
-def test_a_form_knows_whether_its_copies_fill_it() -> None:
-    runs = (np.array([0, 4]), np.array([0, 8]), np.array([4, 4]))
-    (one,) = cover_block([runs], 100) or ()
-    assert isinstance(one.form, StretchForm)
-    assert not one.form.is_packed
-    assert one.form.num_bytes == 8
-    assert one.form.size_bytes == 12
 
 
 def test_block_sizes_without_a_small_common_multiple_are_not_covered() -> None:

@@ -133,14 +133,6 @@ def blocks_at(layout: RankLayout, addresses: list[int]) -> tuple[list[int], list
     return sorted(found[GroupKind.ATTENTION]), sorted(found[GroupKind.STATE])
 
 
-def test_an_engine_without_states_has_no_words_for_them() -> None:
-    plain = ModelFacts("plain", 4, (LayerKind.FULL,), key_and_value(4, 4))
-    made = TransferTopology(*deploy(plain, tp=1)[Rank(0, 0)])
-    register(made, deploy(plain, tp=2, engine_id=REMOTE))
-    assert not isinstance(made.get_engine_info(REMOTE), MambaEngineTransferInfo)
-    assert "fa_head_slots" not in made.terms(REMOTE)
-
-
 @pytest.mark.parametrize(
     ("tp", "remote_tp", "heads", "want"),
     [
@@ -246,13 +238,3 @@ def test_stages_with_one_kind_only() -> None:
     assert (first.start_layer, first.end_layer) == (0, 1)
     assert not isinstance(second, MambaEngineTransferInfo)
     assert made.target_remote_ranks(REMOTE, 1) == [0, 1]
-
-
-def test_the_terms_of_a_hybrid() -> None:
-    """Which ranks are read for what, and which part of a local block each fills."""
-    terms = topology(2, 0, 8, 4).terms(REMOTE)
-    assert (terms["tp_ratio"], terms["remote_num_fa_reads"], terms["remote_num_mamba_reads"]) == (-4, 2, 4)
-    assert terms["remote_fa_source_ranks"] == (0, 2)
-    assert terms["target_remote_ranks"] == [0, 1, 2, 3]
-    assert terms["fa_head_slots"] == {0: 0, 2: 1}
-    assert terms["needs_split_handles"] is True

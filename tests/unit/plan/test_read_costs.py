@@ -23,33 +23,28 @@ def form(num_copies: int, length: int, size_bytes: int = 0) -> StretchForm:
     return StretchForm(size_bytes or num_copies * length, 1, (Copies(length, image, image, None),))
 
 
-def test_small_runs_are_covered() -> None:
-    """64 MiB as 262,144 runs of 256 bytes: 603 + 8.4 ms. As 8,192 stretches: 18.8 + 8.4, and 1.7 of copy."""
-    one = form(32, 256)
-    choice = CostModel().choose([FormCount(SOURCE, one, 8192)], AGENTS)
-    assert choice.pays(SOURCE, one)
-    assert choice.direct_s == pytest.approx(262_144 * 2.3e-6 + (64 << 20) / 8e9)
-    assert choice.chosen_s == pytest.approx(8192 * 2.3e-6 + (64 << 20) / 8e9 + (4 << 20) / 2.5e9, rel=0.1)
-
-
-def test_long_runs_are_read_directly() -> None:
-    """64 KiB a run: 2.3 us of descriptor beside 8.2 of bytes, and the copy would take 26."""
-    one = form(4, 64 << 10)
-    choice = CostModel().choose([FormCount(SOURCE, one, 256)], AGENTS)
-    assert not choice.pays(SOURCE, one)
-    assert choice.chosen_s == choice.direct_s
-
-
-def test_a_stretch_that_is_mostly_gaps_is_read_directly() -> None:
-    """4 runs of 256 bytes in 200 KB: 9.3 us by runs, 27 by the stretch."""
-    one = form(4, 256, 200_000)
-    assert not CostModel().choose([FormCount(SOURCE, one, 1000)], AGENTS).pays(SOURCE, one)
-
-
-def test_a_pull_of_one_block_is_not_worth_it() -> None:
-    """32 runs take 74 us: less than what a chunk costs to be made."""
-    one = form(32, 256)
-    assert not CostModel().choose([FormCount(SOURCE, one, 1)], AGENTS).pays(SOURCE, one)
+@pytest.mark.parametrize(
+    ("one", "count", "descriptor_s", "pays"),
+    [
+        # 64 MiB as 262,144 runs of 256 bytes: 603 + 8.4 ms. As 8,192 stretches: 18.8 + 8.4, and 1.7 of copy.
+        (form(32, 256), 8192, 2.3e-6, True),
+        (form(4, 64 << 10), 256, 2.3e-6, False),  # 2.3 us of descriptor, 8.2 of bytes; the copy takes 26
+        (form(4, 256, 200_000), 1000, 2.3e-6, False),  # mostly gaps: 9.3 us by runs, 27 by the stretch
+        (form(32, 256), 1, 2.3e-6, False),  # 74 us: less than what a chunk costs to be made
+        (form(16, 1024), 1024, 2.3e-6, True),
+        (form(16, 1024), 1024, 0.05e-6, False),  # 16 MiB take 2.9 ms, and the copy alone 6.7
+    ],
+)
+def test_what_is_covered(one: StretchForm, count: int, descriptor_s: float, pays: bool) -> None:
+    model = CostModel()
+    model.link(AGENT).descriptor_s = descriptor_s
+    choice = model.choose([FormCount(SOURCE, one, count)], AGENTS)
+    assert choice.pays(SOURCE, one) is pays
+    num_bytes = count * one.num_bytes
+    assert choice.direct_s == pytest.approx(count * one.num_copies * descriptor_s + num_bytes / 8e9)
+    if pays:
+        read_s = max(count * descriptor_s + num_bytes / 8e9, num_bytes / 2.5e9)
+        assert choice.chosen_s == pytest.approx(read_s + (4 << 20) / 2.5e9)
 
 
 def test_each_form_is_decided_by_itself() -> None:
@@ -57,15 +52,6 @@ def test_each_form_is_decided_by_itself() -> None:
     choice = CostModel().choose([FormCount(SOURCE, small, 8192), FormCount(SOURCE, large, 100)], AGENTS)
     assert choice.pays(SOURCE, small)
     assert not choice.pays(SOURCE, large)
-
-
-def test_a_link_whose_descriptors_are_cheap_is_read_directly() -> None:
-    """At 0.05 us a descriptor, 16 MiB of 1 KiB runs take 2.9 ms, and the copy alone 6.7."""
-    model = CostModel()
-    one = form(16, 1024)
-    assert model.choose([FormCount(SOURCE, one, 1024)], AGENTS).pays(SOURCE, one)
-    model.link(AGENT).descriptor_s = 0.05e-6
-    assert not model.choose([FormCount(SOURCE, one, 1024)], AGENTS).pays(SOURCE, one)
 
 
 @pytest.mark.parametrize("descriptor_s", [0.2e-6, 2.3e-6, 9e-6])
@@ -100,19 +86,6 @@ def test_small_slices_teach_nothing_of_descriptors() -> None:
     for number in range(1000):
         link.learn(ReadShape(1, 4096), float(number), number + 50e-6)
     assert link == LinkCosts(last_done_at=999 + 50e-6)
-
-
-@pytest.mark.parametrize("done_ms", [(1, 2, 3), (3, 3, 3)])
-def test_slices_that_are_posted_together_are_not_counted_twice(done_ms: tuple[int, ...]) -> None:
-    """Three posts at one time, done after 3 ms in all: as if each took 1 ms, whenever each was seen to be."""
-    shape = ReadShape(400, 1 << 20)
-    together, apart = LinkCosts(), LinkCosts()
-    for number, milliseconds in enumerate(done_ms):
-        together.learn(shape, 5.0, 5.0 + 0.001 * milliseconds)
-        apart.learn(shape, 10.0 * number + 1, 10.0 * number + 1.001)
-    together.flush()
-    apart.flush()
-    assert together.predict_s(shape) == pytest.approx(apart.predict_s(shape), rel=0.05)
 
 
 def test_slices_that_are_done_in_bursts_teach_their_mean() -> None:
