@@ -90,6 +90,21 @@ def test_two_hundred_random_requests_with_aborts(llama: Llama) -> None:
     llama.settle()
 
 
+def test_requests_that_the_decode_engine_takes_back(llama: Llama, new_prompt: NewPrompt) -> None:
+    """Its pool has room for half of them, so it puts some aside while they run, and goes on with them later."""
+    flags = ("--num-reserved-decode-tokens=16",)
+    small = llama.start("decode", "decode-small", max_tokens=1024, flags=flags).wait()
+    pair = Pair(llama.prefill, small)
+    prompts = [new_prompt(40 + 10 * number) for number in range(8)]
+    right = [llama.right_tokens(prompt, 200) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda prompt: pair.tokens(prompt, 200), prompts)) == right
+    assert small.said("Retract requests")
+    llama.settle(small)
+    pair.close()
+    llama.site.end(small)
+
+
 def test_a_pull_that_is_dropped_gives_other_tokens(llama: Llama, new_prompt: NewPrompt) -> None:
     """The negative control: equal tokens come of the cache that is moved, and of nothing else."""
     path = {"PYTHONPATH": f"{STAND_INS.parent / 'dropped_pull'}:{STAND_INS}"}

@@ -42,6 +42,7 @@ FLAGS = (
     "--skip-tokenizer-init",
     "--dtype=float32",  # bfloat16 rounds differently with what else is in the batch
     "--log-level=info",
+    "--sleep-on-idle",  # an idle engine polls with all of a core by itself
 )
 WARM_UP = list(range(3, 19))
 
