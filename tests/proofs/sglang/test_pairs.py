@@ -91,7 +91,7 @@ def test_two_hundred_random_requests_with_aborts(llama: Llama) -> None:
 
 
 def test_requests_that_the_decode_engine_takes_back(llama: Llama, new_prompt: NewPrompt) -> None:
-    """Its pool has room for half of them, so it puts some aside while they run, and goes on with them later."""
+    """Its pool has room for half of them, so it puts some aside, and goes on with them later."""
     flags = ("--num-reserved-decode-tokens=16",)
     small = llama.start("decode", "decode-small", max_tokens=1024, flags=flags).wait()
     pair = Pair(llama.prefill, small)
