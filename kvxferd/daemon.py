@@ -50,20 +50,19 @@ from kvxferd.ids import BootId, Endpoint
 from kvxferd.records import NodeSnapshot
 from kvxferd.run_directory import RunDirectory
 from kvxferd.sd_notify import SdNotifier
-from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
 from kvxferd.telemetry.history import History
+from kvxferd.telemetry.late_timers import TimerWatch
 from kvxferd.telemetry.logs import operator_log, set_log_level
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.samples import Gauges, Samples
-from kvxferd.telemetry.timer_watch import TimerWatch
 from kvxferd.telemetry.traces.tracer import Tracer
-from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.worker import Farewell
 
 log = structlog.get_logger()
 
 STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
+WARNINGS_EACH_S = 0.9  # at every second turn of the timer
 PREDECESSOR_WAIT_S = 10.0  # the kernel kills a dead daemon's movers; the unmap may be slow
 
 
@@ -100,19 +99,18 @@ class Daemon:
         self._sd_notifier = SdNotifier(os.environ)
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
-        by = config.metrics
-        engines_and_peers = EngineAndPeerCollector(by_engine=by.by_engine, by_peer=by.by_peer)
         self._metrics = Metrics(
             self.snapshot,
-            engines_and_peers=engines_and_peers if engines_and_peers.is_on else None,
-            count_warnings=self._count_warnings,
+            by_engine=config.metrics.by_engine,
+            by_peer=config.metrics.by_peer,
+            count_warnings=lambda: self._admin.warning_list.counts(),  # noqa: PLW0108  (it is made later)
             is_ready=lambda: not self._admin.readiness(),
             movers=lambda: self._movers.usage(),  # noqa: PLW0108  (the movers are made later)
-            trace_counts=lambda: self._recorders.trace_counts(),  # noqa: PLW0108  (they are made below)
         )
         self._recorders = Recorders(History(boot=self._boot), self._metrics, Samples(self._read_gauges))
         self._planning = FairThread("plans")
-        self._timer_watch = TimerWatch(self._metrics.record_late_timer, on_lag=self._on_tick)
+        self._has_idled = False  # no event since the last turn of the timer
+        self._timer_watch = TimerWatch(self._on_tick, self._metrics.record_late_timer, self._is_idle)
         limits, turns = config.limits, Turns()
         self._worker_socket = WorkerSocket(
             config.worker, self._on_event, limits.max_sessions, max_memory_fds_of(limits), turns
@@ -149,10 +147,10 @@ class Daemon:
             fd_limit = raise_fd_limit()
             await self._start_http(fd_limit, closing)
             self._start_worker_socket(closing)
+            # What is found now began with the daemon: `configuration warning` logs it.
+            self._admin.warning_list.renew(is_logged=False)
             self._timer_watch.start()
             closing.callback(self._timer_watch.stop)
-            self._admin.warning_watch.start()
-            closing.callback(self._admin.warning_watch.stop)
             self._report_serving(fd_limit)
             # These run first at shutdown: a daemon without free descriptors also stops in order.
             closing.callback(release_reserved_fds)
@@ -190,8 +188,7 @@ class Daemon:
         from kvxferd.telemetry.traces.otlp import OtlpExporter  # imports opentelemetry
 
         exporter = OtlpExporter(endpoint, self._boot, self._node.context.endpoint)
-        loop = asyncio.get_running_loop()
-        self._recorders.tracer = tracer = Tracer(exporter.export, exporter.close, loop.call_soon_threadsafe)
+        self._recorders.tracer = tracer = Tracer(exporter.export, exporter.close)
         tracer.start()
         closing.push_async_callback(asyncio.to_thread, tracer.close)
 
@@ -231,7 +228,7 @@ class Daemon:
             self._recorders.samples,
             checks=(
                 self._timer_watch.findings,
-                lambda: self._peer_socket.turned_away.findings(time.monotonic()),
+                self._peer_socket.authenticator.findings,
                 self._peer_admission.findings,
             ),
             config_path=self._config_path,
@@ -329,22 +326,25 @@ class Daemon:
     # --- effects
 
     def _after_events(self) -> None:
+        self._has_idled = False
         self._movers.set_busy(len(self._node.pulls) > 0)
         if self._stopping.is_set() and self._node.is_idle:
             self._idle.set()
 
+    def _is_idle(self) -> bool:
+        was_idle, self._has_idled = self._has_idled, True
+        return was_idle
+
     def _on_tick(self, lag_s: float) -> None:
         self._metrics.record_loop_lag(lag_s)
         self._recorders.samples.tick()
+        self._admin.warning_list.renew(WARNINGS_EACH_S)
 
     def _read_gauges(self) -> Gauges:
         num_running, oldest = self._node.pulls.running_and_oldest()
         age_s = time.monotonic() - oldest if num_running else 0.0
-        num_warnings = sum(map(self._count_warnings, WarningKind))
+        num_warnings = self._admin.warning_list.counts().total()
         return Gauges(running_pulls=num_running, oldest_pull_s=age_s, warnings=num_warnings)
-
-    def _count_warnings(self, kind: WarningKind) -> int:
-        return self._admin.warning_watch.count(kind)
 
     def snapshot(self) -> NodeSnapshot:
         """Return the node's current state."""

@@ -23,7 +23,6 @@ from kvxferd.records import (
     TopologyRecord,
     TransportsRecord,
 )
-from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
 from kvxferd.telemetry.logs import log_record
 from kvxferd.telemetry.metrics import Metrics
 from tests.support.node_samples import SINK, SOURCE, node_snapshot, pull_record, records
@@ -53,7 +52,7 @@ class MetricFamily(NamedTuple):
 
 def daemon_metrics() -> dict[str, MetricFamily]:
     """Return the daemon's metrics by name, those of engines and peers included."""
-    metrics = Metrics(node_snapshot, engines_and_peers=EngineAndPeerCollector(by_engine=True, by_peer=True))
+    metrics = Metrics(node_snapshot, by_engine=True, by_peer=True)
     for record in (*records(), pull_record("failed", Code.DEADLINE)):
         metrics.record(record)
     families = {}

@@ -14,7 +14,7 @@ from kvxferd.records import NodeSnapshot, RankSnapshot
 from kvxferd.telemetry.minute_text import describe_failures, describe_rates
 from kvxferd.telemetry.samples import LastMinute
 from kvxferd.telemetry.units import format_date, format_size
-from kvxferd.telemetry.warnings.warning_list import NodeWarning
+from kvxferd.telemetry.warnings import NodeWarning
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.exit_codes import EXIT_NOT_READY
 from kvxferd.tooling.output import format_count, print_fields, print_json, print_line

@@ -30,7 +30,7 @@ from kvxferd.telemetry.units import (
     format_size,
     format_time,
 )
-from kvxferd.telemetry.warnings.warning_list import NodeWarning
+from kvxferd.telemetry.warnings import NodeWarning
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import Column, print_json, print_line, print_table
 from kvxferd.wire.endpoint import address_of

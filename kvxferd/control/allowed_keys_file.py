@@ -120,6 +120,7 @@ class AllowedKeysFile:
         self._last_seen: _Signature = ()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._on_read: Callable[[KeysRead], None] | None = None
         self.use(path)
 
     @property
@@ -138,12 +139,17 @@ class AllowedKeysFile:
         keys, signature = _read(Path(path), self._secret_key_file) if path else (frozenset[str](), ())
         with self._lock:
             self._path, self._signature, self._found = path, signature, KeysRead(keys)
+        if path and self._on_read is not None:
+            self.start(self._on_read)
 
     def start(self, on_read: Callable[[KeysRead], None]) -> None:
-        """Watch the file. `on_read` gets each changed result, on the thread that watches.
+        """Watch the file, if there is one. `on_read` gets each changed result, on the thread that watches.
 
         Raises ConfigError where the system has no thread.
         """
+        self._on_read = on_read
+        if not self._path or self._thread is not None:
+            return
         thread = threading.Thread(target=self._watch, args=(on_read,), name="allowed-keys", daemon=True)
         start_thread(thread, "watch the file of keys")
         self._thread = thread

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -42,7 +42,7 @@ from kvxferd.telemetry.history import History, stamped
 from kvxferd.telemetry.logs import log_record
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.samples import Samples
-from kvxferd.telemetry.traces.tracer import TraceOutcome, Tracer
+from kvxferd.telemetry.traces.tracer import Tracer
 
 log = structlog.get_logger()
 
@@ -70,10 +70,6 @@ class Recorders:
         """Count what a peer has read here."""
         self.metrics.record_served(served)
         self.samples.add_served(served.bytes)
-
-    def trace_counts(self) -> Mapping[TraceOutcome, int]:
-        """Return how many spans had which outcome."""
-        return self.tracer.counts if self.tracer is not None else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class HttpListeners:
         self._operators = ConnectionShare(max_connections // 4, is_operator=True)
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        self._sweeper: asyncio.TimerHandle | None = None  # while there are connections
         self._spare_fd = -1  # reserve, to accept and check a client when no other descriptor is left
         self._open_spare_fd()
 
@@ -191,7 +191,8 @@ class HttpListeners:
 
     async def close(self) -> None:
         """Close the listeners, and connections that are still being accepted."""
-        self._sweeper.cancel()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         for listener in self._listeners:
             self._loop.remove_reader(listener.fileno())
             listener.close()
@@ -285,6 +286,8 @@ class HttpListeners:
         accepted.setblocking(False)
         connection = HttpConnection(self._server, self, share, source)
         self._start_task(self._connect(connection, accepted))
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
     async def _connect(self, connection: HttpConnection, accepted: socket.socket) -> None:
         try:
@@ -304,7 +307,8 @@ class HttpListeners:
         for share in self.shares:
             for connection in [c for c in share.connections if c.is_overdue(now)]:
                 connection.abort()
-        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        is_any = any(share.connections for share in self.shares)
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep) if is_any else None
 
 
 def source_of(host: str) -> str:

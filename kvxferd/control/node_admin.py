@@ -32,9 +32,7 @@ from kvxferd.records import NodeSnapshot
 from kvxferd.telemetry.history import History
 from kvxferd.telemetry.logs import operator_log
 from kvxferd.telemetry.samples import Samples
-from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import NodeWarning, WarningCondition, finding_of
-from kvxferd.telemetry.warnings.warning_watch import WarningWatch
+from kvxferd.telemetry.warnings import Check, NodeWarning, WarningCondition, WarningKind, Warnings, finding_of
 
 # Of the topology: 16 ranks that read 8 engines of 8 stages of 8 ranks. They take 24 ms of the loop, which all
 # clients but an operator share. One engine may have 4,096 ranks in a stage.
@@ -64,7 +62,7 @@ class NodeAdmin:
         start_drain: Callable[[], None],
         reload: Callable[[], ReloadResult],
         samples: Samples | None = None,
-        checks: Iterable[Callable[[], Iterable[WarningCondition]]] = (),
+        checks: Iterable[Check] = (),
         config_path: str = "",
         settings: Callable[[], dict[str, Any]] = dict,
     ) -> None:
@@ -84,7 +82,7 @@ class NodeAdmin:
         self._reload = reload
         self.samples = samples or Samples()
         self._cards = active_rdma_cards()
-        self._warning_watch = WarningWatch((self._configuration, *checks, self._placements))
+        self.warning_list = Warnings((self._configuration, *checks, self._placements))
         self._drain_result: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
 
     # --- reading
@@ -118,6 +116,10 @@ class NodeAdmin:
         ]
         return terms_of_all(topologies, self._node.context.now)
 
+    def warnings(self) -> list[NodeWarning]:
+        """Return what an operator should fix although the node works, oldest first."""
+        return self.warning_list.current()
+
     def readiness(self) -> list[str]:
         """Return why the node cannot take registrations and pulls; empty if it can."""
         reasons = []
@@ -129,15 +131,6 @@ class NodeAdmin:
         elif not movers.library:
             reasons.append("the movers' parent is still importing its library")
         return reasons
-
-    def warnings(self) -> list[NodeWarning]:
-        """Return what an operator should fix although the node works, oldest first."""
-        return self._warning_watch.warnings()
-
-    @property
-    def warning_watch(self) -> WarningWatch:
-        """The warnings' timer, and their number."""
-        return self._warning_watch
 
     def _configuration(self) -> list[WarningCondition]:
         sentences = exposure_warnings(self._config.peer)
@@ -197,7 +190,7 @@ class NodeAdmin:
     def set_config(self, config: Config) -> None:
         """Use these settings for warnings."""
         self._config = config
-        self._warning_watch.renew()
+        self.warning_list.renew()
 
     def reload(self) -> ReloadResult:
         """Read the configuration again. Raises ConfigError if it is invalid; then nothing changes."""

@@ -16,8 +16,7 @@ from kvxferd.control.curve_keys import allowlist_of, read_key
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.ids import Endpoint
 from kvxferd.telemetry.logs import operator_log
-from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import WarningCondition
+from kvxferd.telemetry.warnings import WarningCondition, WarningKind
 
 log = structlog.get_logger()
 

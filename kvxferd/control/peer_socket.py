@@ -30,7 +30,6 @@ from kvxferd.core.effects import NO_USER
 from kvxferd.core.events import Event, PeerConnected, PeerDisconnected, PeerUnreachable
 from kvxferd.errors import Code, ConfigError
 from kvxferd.ids import Endpoint
-from kvxferd.telemetry.warnings.turned_away_peers import TurnedAwayPeers
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.endpoint import address_of, host_of, key_of
@@ -81,8 +80,8 @@ class PeerSocket:
         self._allowlist = allowlist or PeerAllowlist()
         self._is_allowlist_reloaded = False  # since the present connections were admitted
         self._key = key
-        self.turned_away = TurnedAwayPeers()
-        self._authenticator: ZapAuthenticator | None = None
+        # libzmq asks it even if all may connect: the allow-lists can be reloaded.
+        self.authenticator = ZapAuthenticator(self._allowlist)
         self._zap_socket: WatchedSocket | None = None
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_ZMQ_SOCKETS)
@@ -160,16 +159,15 @@ class PeerSocket:
         return request
 
     def _start_zap(self) -> None:
-        """Have libzmq send ZAP requests, even if all may connect: the allow-lists can be reloaded."""
-        self._authenticator = ZapAuthenticator(self._allowlist, self.turned_away.record)
+        """Have libzmq send ZAP requests."""
         zap_socket = self._context.socket(zmq.ROUTER)
         zap_socket.bind(zap.ENDPOINT)
         self._zap_socket = WatchedSocket(zap_socket, self._turns, self._on_zap_request, has_routes=True)
 
     def _on_zap_request(self, route: bytes, parts: list[zmq.Frame]) -> None:
-        assert self._zap_socket is not None and self._authenticator is not None
+        assert self._zap_socket is not None
         request = [route, *(part.bytes for part in parts)]
-        reply = self._authenticator.reply(request, asyncio.get_running_loop().time())
+        reply = self.authenticator.reply(request)
         if reply is not None:
             with suppress(zmq.ZMQError):  # the connection has closed meanwhile
                 self._zap_socket.socket.send_multipart(reply, zmq.NOBLOCK)
@@ -179,8 +177,7 @@ class PeerSocket:
         """Admit by these allow-lists from now on. Every message is checked against them too."""
         self._allowlist = allowlist
         self._is_allowlist_reloaded = True
-        if self._authenticator is not None:
-            self._authenticator.allowlist = allowlist
+        self.authenticator.allowlist = allowlist
 
     def shut_connections(self) -> int | None:
         """Shut every connection to this node; peers that are still admitted connect again.

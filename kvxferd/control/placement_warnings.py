@@ -7,8 +7,7 @@ from pathlib import Path
 
 from kvxferd.records import EngineSnapshot, RankSnapshot
 from kvxferd.telemetry.logs import SAME_NODE_TCP_WARNING
-from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import WarningCondition, finding_of
+from kvxferd.telemetry.warnings import WarningCondition, WarningKind, finding_of
 from kvxferd.ucx_log import NETWORK, NODE
 
 _CARDS = Path("/sys/class/infiniband")

@@ -7,12 +7,13 @@ thread, or zmq.asyncio sockets beside the ones that this daemon watches itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from typing import NamedTuple
 
 import structlog
 
 from kvxferd.core.allowlist import NOT_IN_LISTS, PeerAllowlist
+from kvxferd.telemetry.warnings import WarningCondition, WarningKind
 
 log = structlog.get_logger()
 
@@ -20,6 +21,8 @@ ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"kvxferd"
 # Status codes of a refusal. libzmq knows four, and a client of any version treats these two alike.
 REFUSED_KEY, REFUSED_ADDRESS = b"400", b"500"
+# A peer that was refused is a warning for so long: daemons connect again each few seconds.
+TURNED_AWAY_FOR_S = 60.0
 
 
 class _Rejection(NamedTuple):
@@ -30,16 +33,25 @@ class _Rejection(NamedTuple):
 class ZapAuthenticator:
     """Replies to libzmq's ZAP requests about connections to this node."""
 
-    def __init__(
-        self,
-        allowlist: PeerAllowlist,
-        on_rejection: Callable[[str, str, float], None] = lambda address, reason, now: None,
-    ) -> None:
-        """`on_rejection` gets each refused connection's address, the reason and the time."""
+    def __init__(self, allowlist: PeerAllowlist) -> None:
         self.allowlist = allowlist
-        self._on_rejection = on_rejection
+        # Anybody may cause rejections: the last one is kept. When it was, the address and the reason.
+        self._last_rejection = float("-inf"), "", ""
 
-    def reply(self, parts: list[bytes], now: float) -> list[bytes] | None:
+    def findings(self, now: float | None = None) -> list[WarningCondition]:
+        """Return a finding if a peer was refused in the last minute: another node's pulls fail for it."""
+        at, address, reason = self._last_rejection
+        if (time.monotonic() if now is None else now) - at > TURNED_AWAY_FOR_S:
+            return []
+        message = f"this node turns a peer away, and that node's pulls from here fail: {address}, {reason}"
+        remedy = (
+            "if it is a node of yours, add what is missing here: its key to peer.curve_allowed_keys or to "
+            "the file of peer.curve_allowed_keys_file, its address to peer.allowed_addresses: "
+            "docs/how-to/keys.md"
+        )
+        return [WarningCondition(WarningKind.PEER_TURNED_AWAY, "", message, remedy)]
+
+    def reply(self, parts: list[bytes]) -> list[bytes] | None:
         """Return the reply to one ZAP request, with its envelope; None if it is no valid request."""
         try:
             route, empty, version, request, _, address, _, mechanism, *credentials = parts
@@ -50,7 +62,7 @@ class ZapAuthenticator:
         name = address.decode(errors="replace")
         problem = self._rejection_reason(name, mechanism, credentials)
         if problem:
-            self._on_rejection(name, problem.text, now)
+            self._last_rejection = time.monotonic(), name, problem.text
             log.warning("peer turned away", limit_by=name, address=name, reason=problem.text)
         # Only the log here has the reason. The refused client gets a status: whether its address or its key
         # is refused, for `kvxferd ping`.

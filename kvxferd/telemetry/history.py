@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -19,16 +16,16 @@ from kvxferd.records import (
     TopologyRecord,
     TransportsRecord,
 )
+from kvxferd.telemetry.recent_entries import RecentEntries
 
 # A record is about 1 KiB, so this is 1 MiB: two seconds of a node with 500 pulls a second, hours of others.
 MAX_RECORDS = 1024
-# Of a busy node's older records, those that somebody looks for, each kind apart: what failed, and what took
-# long. A wave of slow pulls drops no failure.
-MAX_FAILED = 512
-MAX_SLOW = 256
+# Of a busy node's older records, those that somebody looks for: what failed, and what took long.
+MAX_KEPT = 512
 SLOW_S = 1.0
 # Names have up to 256 characters and messages 2,000: longer records are fewer.
 MAX_BYTES = 2 << 20
+OVERHEAD_BYTES = 512  # of a record's objects, beside its content
 # One response's: 1.5 ms of the loop. The cursor leads to the others.
 MAX_PAGE = 512
 DEFAULT_PAGE = 256
@@ -43,6 +40,7 @@ KINDS: dict[str, type[Record]] = {
     "placement": PlacementRecord,
     "lanes": TransportsRecord,
 }
+_encoder = msgspec.msgpack.Encoder()
 _KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 
 # Releases that no engine wanted.
@@ -83,55 +81,21 @@ class HistoryPage(NamedTuple):
     is_complete: bool  # False: more records are here already
 
 
-class _Entry(NamedTuple):
-    number: int  # from 1, one more for each record
-    record: Record
-    size: int
-
-
-class _Ring:
-    """The last entries, bounded in number and bytes."""
-
-    def __init__(self, max_records: int, max_bytes: int) -> None:
-        self._max_records = max_records
-        self._max_bytes = max_bytes
-        self.entries: deque[_Entry] = deque()
-        self.num_bytes = 0
-
-    def add(self, entry: _Entry) -> list[_Entry]:
-        """Append an entry; return those that give way."""
-        gone = []
-        self.entries.append(entry)
-        self.num_bytes += entry.size
-        while len(self.entries) > self._max_records or self.num_bytes > self._max_bytes:
-            oldest = self.entries.popleft()
-            self.num_bytes -= oldest.size
-            gone.append(oldest)
-        return gone
-
-
 class History:
     """The last records. Once full, each new one drops the oldest; what failed or was slow stays longer."""
 
     def __init__(self, max_records: int = MAX_RECORDS, max_bytes: int = MAX_BYTES, boot: str = "") -> None:
         self._boot = boot
-        self._last = 0
-        self._recent = _Ring(max_records, max_bytes)
-        self._failed = _Ring(MAX_FAILED, max_bytes // 4)  # older than those
-        self._slow = _Ring(MAX_SLOW, max_bytes // 4)
+        self._entries = RecentEntries[Record](max_records, max_bytes, MAX_KEPT, max_bytes // 2)
 
     def add(self, record: Record) -> None:
         """Append a record."""
-        self._last += 1
-        for oldest in self._recent.add(_Entry(self._last, record, _size_of(record))):
-            if has_failed(oldest.record):
-                self._failed.add(oldest)
-            elif (duration_of(oldest.record) or 0.0) >= SLOW_S:
-                self._slow.add(oldest)
+        is_kept = has_failed(record) or (duration_of(record) or 0.0) >= SLOW_S
+        self._entries.add(record, OVERHEAD_BYTES + len(_encoder.encode(record)), is_kept)
 
     def records(self) -> list[Record]:
         """Return the records, oldest first."""
-        return [entry.record for entry in self._all()]
+        return [entry.item for entry in self._entries.all()]
 
     def failed_pulls(self) -> list[PullRecord]:
         """Return the failed pulls, the latest first. Those that were cancelled are none."""
@@ -143,30 +107,27 @@ class History:
         found = (record for record in self.records() if isinstance(record, ReleaseRecord))
         return [record for record in found if record.why is Code.LEASE_EXPIRED][::-1]
 
-    def _all(self) -> Iterator[_Entry]:
-        return heapq.merge(self._failed.entries, self._slow.entries, self._recent.entries)
-
     def search(self, query: HistoryQuery) -> HistoryPage:
         """Return what the query finds. Raises KvxferdError(bad-request) for a cursor that is none."""
         if not query.after:
-            found = [entry.record for entry in self._all() if query.matches(entry.record)]
-            return HistoryPage(found[-query.limit :], self._cursor(self._last), 0, False, True)
+            found = [entry.item for entry in self._entries.all() if query.matches(entry.item)]
+            return HistoryPage(found[-query.limit :], self._cursor(self._entries.last), 0, False, True)
         boot, after = _parse_cursor(query.after)
-        restarted = boot != self._boot or after > self._last
+        restarted = boot != self._boot or after > self._entries.last
         after = 0 if restarted else after
         page: list[Record] = []
         num_seen, last_seen = 0, after
-        for entry in self._all():
+        for entry in self._entries.all():
             if entry.number <= after:
                 continue
             if len(page) == query.limit:
                 num_gone = last_seen - after - num_seen
                 return HistoryPage(page, self._cursor(last_seen), num_gone, restarted, False)
             num_seen, last_seen = num_seen + 1, entry.number
-            if query.matches(entry.record):
-                page.append(entry.record)
-        num_gone = self._last - after - num_seen
-        return HistoryPage(page, self._cursor(self._last), num_gone, restarted, True)
+            if query.matches(entry.item):
+                page.append(entry.item)
+        num_gone = self._entries.last - after - num_seen
+        return HistoryPage(page, self._cursor(self._entries.last), num_gone, restarted, True)
 
     def _cursor(self, number: int) -> str:
         return f"{self._boot}-{number}"
@@ -180,26 +141,6 @@ def _parse_cursor(text: str) -> tuple[str, int]:
             Code.BAD_REQUEST,
         )
     return boot, int(number)
-
-
-# By kind of record, the fields that may be texts: a third of them, and sizes are taken of every pull.
-_text_fields: dict[type[Record], tuple[str, ...]] = {}
-
-
-def _size_of(record: Record) -> int:
-    """Return about how many bytes the record takes: its texts, and 512 for everything else."""
-    if (names := _text_fields.get(type(record))) is None:
-        # A field that is a number or a table in one record is no text in another.
-        fields = record.__struct_fields__
-        names = tuple(name for name in fields if isinstance(getattr(record, name), str | None))
-        _text_fields[type(record)] = names
-    size = 512
-    for name in names:
-        if isinstance(text := getattr(record, name), str):
-            size += len(text)
-    if isinstance(record, ReleaseRecord):
-        size += sum(256 + sum(map(len, reader.peers)) for reader in record.readers)
-    return size
 
 
 def has_failed(record: Record) -> bool:

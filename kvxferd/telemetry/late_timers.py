@@ -1,22 +1,31 @@
-"""Whether a process's timers are late, and why: it had no processor, it computed, or it was stopped.
+"""Whether the timers of the event loop are late, and why: no processor, its own computing, or a stop.
 
-Pure: the caller reads the clocks (`read_clocks`) before and after a sleep. A busy node delays leases,
-deadlines and replies without an error anywhere, so a daemon that is kept off the processors reports it.
+A busy node delays leases, deadlines and replies without an error anywhere, so a daemon that is kept off the
+processors reports it.
 """
 
 from __future__ import annotations
 
-import math
-import os
+import asyncio
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+import structlog
+
+from kvxferd.telemetry.warnings import WarningCondition, WarningKind, finding_of
+
+log = structlog.get_logger()
+
 # Replies, renewals and deadlines are counted in seconds: half of one is felt.
 LATE_S = 0.5
+# A stall of this length and LATE_S is noticed for certain, a shorter one if it begins late enough before the
+# timer's turn.
+INTERVAL_S = 0.5
+# While nothing happens: each turn of an idle process takes 0.3 ms, as nothing of it is in the caches.
+IDLE_INTERVAL_S = 5.0
 # A warning ends after this long without a late timer.
 CLEAR_AFTER_S = 300.0
 
@@ -37,8 +46,15 @@ class Cause(StrEnum):
     STOPPED = "stopped"  # neither: SIGSTOP, a freezer, a paused virtual machine, a disk
 
 
+# Of a cause that an operator can act on: what was so for how long, and what to do.
+_SENTENCES = {
+    Cause.STARVED: "the node starves this daemon: it had no processor, and a timer was {how}; " + REMEDY,
+    Cause.BUSY: "this daemon computed, and a timer was {how}; report it with the daemon's log",
+}
+
+
 class ClockReading(NamedTuple):
-    """The clocks at one moment, in seconds."""
+    """The clocks of a thread at one moment, in seconds."""
 
     now: float  # CLOCK_MONOTONIC: it stands still while a machine is suspended
     cpu_s: float  # CPU time of all threads of the process
@@ -52,39 +68,13 @@ class Lateness(NamedTuple):
     cause: Cause
 
 
-class ThreadClocks:
-    """The clocks of the thread that makes it, for many readings: the file of the kernel's count stays open.
-
-    A reading takes 1 us; of that file by its name, 9 us, and five times that where nothing is in the caches.
-    """
-
-    def __init__(self) -> None:
-        self._fd = -1
-        with suppress(OSError):
-            self._fd = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
-
-    def read(self) -> ClockReading:
-        """Return the clocks now; `waited_s` is None after `close`, and where the kernel does not count."""
-        waited_s = None
-        if self._fd >= 0:
-            with suppress(OSError):
-                waited_s = waited_s_of(os.pread(self._fd, 256, 0))
-        return ClockReading(time.monotonic(), time.process_time(), waited_s)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
 def read_clocks() -> ClockReading:
     """Return the clocks of the calling thread."""
-    clocks = ThreadClocks()
     try:
-        return clocks.read()
-    finally:
-        clocks.close()
+        waited_s = waited_s_of(_SCHEDSTAT.read_bytes())
+    except OSError:
+        waited_s = None
+    return ClockReading(time.monotonic(), time.process_time(), waited_s)
 
 
 def waited_s_of(schedstat: bytes) -> float | None:
@@ -118,46 +108,65 @@ def lateness_of(before: ClockReading, after: ClockReading, sleep_s: float) -> La
     return Lateness(late_s, max(parts, key=lambda cause: parts[cause]))
 
 
-@dataclass(slots=True)
-class _LateOfCause:
-    times: int = 0
-    late_s: float = 0.0  # the latest of them
-    last_at: float = -math.inf
+class TimerWatch:
+    """A timer of the event loop that notices when it is late itself.
 
-    def is_over(self, now: float) -> bool:
-        return now - self.last_at > CLEAR_AFTER_S
+    `on_tick` gets by how much each turn was late, in seconds; `on_late` those that count. `is_idle`: whether
+    nothing has happened since the last turn, so that the next may come later.
+    """
 
+    def __init__(
+        self,
+        on_tick: Callable[[float], None],
+        on_late: Callable[[Lateness], None],
+        is_idle: Callable[[], bool] = lambda: False,
+        read: Callable[[], ClockReading] = read_clocks,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._on_tick = on_tick
+        self._on_late = on_late
+        self._is_idle = is_idle
+        self._read = read
+        self._interval_s = interval_s
+        self._last: dict[Cause, tuple[float, float]] = {}  # by how much the last was late, and when it was
+        self._timer: asyncio.TimerHandle | None = None
 
-class LateTimers:
-    """The late timers of the last minutes, by cause; each begins anew after `CLEAR_AFTER_S` without one."""
+    def start(self) -> None:
+        """Set the first timer. Only on the loop's thread."""
+        self._set(self._read())
 
-    def __init__(self) -> None:
-        self._causes = {cause: _LateOfCause() for cause in Cause}
+    def stop(self) -> None:
+        """Set no more timers."""
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def add(self, lateness: Lateness, now: float) -> None:
-        """Record a late timer."""
-        if self._causes[lateness.cause].is_over(now):
-            self._causes[lateness.cause] = _LateOfCause()
-        late = self._causes[lateness.cause]
-        late.times += 1
-        late.late_s = max(late.late_s, lateness.late_s)
-        late.last_at = now
-
-    def warnings(self, now: float) -> dict[Cause, str]:
-        """Return a sentence for each cause that an operator can act on, with what to do."""
-        found: dict[Cause, str] = {}
-        for cause, late in self._causes.items():
-            if cause is Cause.STOPPED or late.is_over(now):
-                continue
-            times = "once" if late.times == 1 else f"{late.times} times"
-            how = f"by up to {late.late_s:.1f} s, {times}, last {now - late.last_at:.0f} s ago"
-            if cause is Cause.STARVED:
-                found[cause] = (
-                    f"the node starves this daemon: it had no processor, and its timers were late {how}; "
-                    f"{REMEDY}"
-                )
-            else:
-                found[cause] = (
-                    f"this daemon computed, and its timers were late {how}; report it with the daemon's log"
-                )
+    def findings(self) -> list[WarningCondition]:
+        """Return what an operator should know of late timers of the last minutes, one for each cause."""
+        if not self._last:
+            return []
+        now = self._read().now
+        found = []
+        for cause, (late_s, at) in self._last.items():
+            if cause in _SENTENCES and now - at <= CLEAR_AFTER_S:
+                text = _SENTENCES[cause].format(how=f"{late_s:.1f} s late, {now - at:.0f} s ago")
+                found.append(finding_of(WarningKind.TIMERS_LATE, cause.value, text))
         return found
+
+    def _set(self, before: ClockReading) -> None:
+        interval_s = IDLE_INTERVAL_S if self._is_idle() else self._interval_s
+        self._timer = asyncio.get_running_loop().call_later(interval_s, self._fire, before, interval_s)
+
+    def _fire(self, before: ClockReading, interval_s: float) -> None:
+        after = self._read()
+        lateness = lateness_of(before, after, interval_s)
+        self._set(after)
+        if lateness is not None:
+            self._report(lateness, after.now)
+        self._on_tick(max(0.0, after.now - before.now - interval_s))
+
+    def _report(self, lateness: Lateness, now: float) -> None:
+        self._last[lateness.cause] = lateness.late_s, now
+        self._on_late(lateness)
+        cause = lateness.cause.value
+        write = log.info if lateness.cause is Cause.STOPPED else log.warning
+        write("timers late", limit_by=cause, cause=cause, late_s=round(lateness.late_s, 3))

@@ -8,29 +8,28 @@ longer for a reader.
 
 from __future__ import annotations
 
-import heapq
 import io
 import os
 import secrets
-import select
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+
+from kvxferd.fd_wait import wait_writable
+from kvxferd.telemetry.recent_entries import RecentEntries
 
 # A line has 256 bytes on average, and about as many again as a Python object: 4 MiB in all, which is half a
 # minute of 250 pulls a second. A reader that is away for longer than that loses the oldest of them.
 MAX_LINES = 8_192
 MAX_BYTES = 2 << 20
-# Errors have their own place, so that a flood of ordinary lines drops none.
+# Older errors stay to be shown, so that a flood of ordinary lines hides none.
 MAX_ERROR_LINES = 1_024
 MAX_ERROR_BYTES = 512 << 10
 MAX_LINE_BYTES = 64 << 10  # a long traceback has 16 KiB; journald splits lines at 48 KiB
 # PIPE_BUF: a pipe takes this much whole or not at all, so lines of two writers are never mixed.
 WRITE_BYTES = 4_096
-CLOSE_S = 1.0  # half of it for everything in order, half for the errors and the last lines
+CLOSE_S = 1.0  # half of it for everything in order, half for the last lines
 LAST_LINES = 64
 PAUSE_S = 0.01  # in which lines that are no errors gather
 REPORT_S = 10.0  # between two reports of dropped lines, while the reader stays slow
@@ -47,49 +46,8 @@ class LogCounts:
 LOG_COUNTS = LogCounts()
 
 
-class _Line(NamedTuple):
-    number: int
-    text: bytes
-
-
-class _Ring:
-    """Bounded lines, oldest first; the last `num_unwritten` of them are still to be written."""
-
-    def __init__(self, max_lines: int, max_bytes: int) -> None:
-        self._max_lines = max_lines
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self.lines: deque[_Line] = deque()
-        self.num_unwritten = 0
-
-    def add(self, line: _Line) -> int:
-        """Append a line; return how many unwritten ones gave way."""
-        self.lines.append(line)
-        self._num_bytes += len(line.text)
-        while len(self.lines) > self._max_lines or self._num_bytes > self._max_bytes:
-            self._num_bytes -= len(self.lines.popleft().text)
-        self.num_unwritten += 1
-        return self.give_up_all_but(len(self.lines))
-
-    def give_up_all_but(self, num_lines: int) -> int:
-        """Leave only the last lines to be written; return how many are given up."""
-        num_dropped = max(0, self.num_unwritten - num_lines)
-        self.num_unwritten -= num_dropped
-        return num_dropped
-
-    @property
-    def next(self) -> _Line | None:
-        """The oldest unwritten line."""
-        return self.lines[-self.num_unwritten] if self.num_unwritten else None
-
-    @property
-    def is_half_written(self) -> bool:
-        """Whether the reader has caught up."""
-        return 2 * self.num_unwritten <= len(self.lines)
-
-
 class LogBuffer:
-    """The last lines of this process. They are written once `start` was called."""
+    """The last lines of this process, and the last errors before them. Written once `start` was called."""
 
     def __init__(self, counts: LogCounts = LOG_COUNTS) -> None:
         self._fd = -1
@@ -97,10 +55,9 @@ class LogBuffer:
         self._counts = counts
         # Reentrant: a destructor that writes a warning may run in the middle of `put`.
         self._changed = threading.Condition(threading.RLock())
-        self._ordinary = _Ring(MAX_LINES, MAX_BYTES)
-        self._errors = _Ring(MAX_ERROR_LINES, MAX_ERROR_BYTES)
+        self._lines = RecentEntries[bytes](MAX_LINES, MAX_BYTES, MAX_ERROR_LINES, MAX_ERROR_BYTES)
+        self._next = 1  # the number of the line that is written next
         self._name = secrets.token_hex(4)
-        self._num_lines = 0
         self._num_unreported = 0  # lines dropped since the last report
         self._reported_at = 0.0
         self._was_written = True  # whether the descriptor took the last batch
@@ -121,9 +78,7 @@ class LogBuffer:
             if self._ended.is_set():
                 self._write_without_waiting(text)
                 return
-            self._num_lines += 1
-            ring = self._errors if is_error else self._ordinary
-            self._drop(ring.add(_Line(self._num_lines, text)))
+            self._give_up_to(self._lines.add(text, len(text), is_error))
             if is_error or self._is_idle:
                 self._changed.notify()
 
@@ -134,10 +89,9 @@ class LogBuffer:
         """
         name, _, number = after.partition("-")
         with self._changed:
-            last = f"{self._name}-{self._num_lines}"
             first = int(number) if name == self._name and number.isdecimal() else 0
-            kept = heapq.merge(self._ordinary.lines, self._errors.lines)
-            return [line.text[:-1].decode(errors="replace") for line in kept if line.number > first], last
+            kept = [entry.item for entry in self._lines.all() if entry.number > first]
+            return [text[:-1].decode(errors="replace") for text in kept], f"{self._name}-{self._lines.last}"
 
     def close(self, limit_s: float = CLOSE_S) -> None:
         """Write the remaining lines, for at most `limit_s`. Idempotent."""
@@ -147,8 +101,13 @@ class LogBuffer:
         if self._ended.wait(limit_s / 2):
             return
         with self._changed:
-            self._drop(self._ordinary.give_up_all_but(LAST_LINES))
+            self._give_up_to(self._lines.last - LAST_LINES)
         self._ended.wait(limit_s / 2)
+
+    def _give_up_to(self, number: int) -> None:
+        """Do not write the lines up to this one."""
+        self._drop(max(0, number + 1 - self._next))
+        self._next = max(self._next, number + 1)
 
     def _drop(self, num_lines: int) -> None:
         self._num_unreported += num_lines
@@ -166,16 +125,20 @@ class LogBuffer:
         with self._changed:
             self._ended.set()
 
+    @property
+    def _has_unwritten(self) -> bool:
+        return self._next <= self._lines.last
+
     def _pause(self) -> None:
         """Let lines gather for a moment: waking up for each took longer than formatting it."""
         with self._changed:
-            if not (self._is_closing or self._next_ring()):
+            if not (self._is_closing or self._has_unwritten):
                 self._changed.wait(PAUSE_S)
 
     def _next_batch(self) -> bytes | None:
-        """Wait for lines; return a batch, oldest first, or None once the queue is closed and empty."""
+        """Wait for lines; return a batch, oldest first, or None once the buffer is closed and empty."""
         with self._changed:
-            while self._next_ring() is None:
+            while not self._has_unwritten:
                 if self._is_closing and self._num_unreported and self._was_written:
                     return self._report()
                 if self._is_closing:
@@ -186,24 +149,19 @@ class LogBuffer:
             if self._is_report_due():
                 return self._report()
             text = b""
-            while (ring := self._next_ring()) is not None and (line := ring.next) is not None:
-                if text and len(text) + len(line.text) > WRITE_BYTES:
+            while self._has_unwritten:
+                line = self._lines.get(self._next)
+                if text and len(text) + len(line) > WRITE_BYTES:
                     break
-                text += line.text
-                ring.num_unwritten -= 1
+                text += line
+                self._next += 1
             return text
-
-    def _next_ring(self) -> _Ring | None:
-        """Return the ring that has the oldest unwritten line."""
-        error, ordinary = self._errors.next, self._ordinary.next
-        if ordinary is None:
-            return self._errors if error is not None else None
-        return self._errors if error is not None and error.number < ordinary.number else self._ordinary
 
     def _is_report_due(self) -> bool:
         if not self._num_unreported or not self._was_written:
             return False  # without a reader the report would be dropped too
-        return self._ordinary.is_half_written or time.monotonic() - self._reported_at > REPORT_S
+        has_caught_up = 2 * (self._lines.last - self._next) < MAX_LINES
+        return has_caught_up or time.monotonic() - self._reported_at > REPORT_S
 
     def _report(self) -> bytes:
         num_dropped, self._num_unreported = self._num_unreported, 0
@@ -217,19 +175,15 @@ class LogBuffer:
             try:
                 rest = rest[os.write(self._fd, rest) :]
             except BlockingIOError:  # another process that shares it made it non-blocking
-                poller = select.poll()
-                poller.register(self._fd, select.POLLOUT)
-                poller.poll()
+                wait_writable(self._fd)
             except OSError:
                 return False
         return True
 
     def _write_without_waiting(self, text: bytes) -> None:
         """Write what the descriptor takes without waiting. Called after `close`."""
-        poller = select.poll()
         with suppress(OSError):
-            poller.register(self._fd, select.POLLOUT)
-            if poller.poll(0):
+            if wait_writable(self._fd, 0):
                 os.write(self._fd, text[:WRITE_BYTES])
 
 

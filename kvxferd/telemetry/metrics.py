@@ -1,7 +1,8 @@
 """Declares every metric once, in `FAMILIES`: those that count records, and those that are read at a scrape.
 
 Names start with `kvxferd_` and end in their unit. No label holds a request: their number is unbounded, and
-the log and the history have them. Engines and peers are labels of `bounded_series` alone.
+the log and the history have them. Engines and peers are labels where an operator switched that on, some
+of them at a time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, assert_never
 
@@ -19,6 +21,7 @@ from prometheus_client.registry import Collector
 import kvxferd
 from kvxferd.core.limits.table import BUSY_LIMITS
 from kvxferd.errors import BUSY_REFUSALS, Code
+from kvxferd.ids import Endpoint
 from kvxferd.records import (
     PHASES,
     PULL_OUTCOMES,
@@ -36,7 +39,7 @@ from kvxferd.records import (
     TopologyRecord,
     TransportsRecord,
 )
-from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
+from kvxferd.telemetry.bounded_labels import BoundedLabels
 from kvxferd.telemetry.gauges import (
     ENGINE_STATES,
     PEER_STATES,
@@ -56,9 +59,9 @@ from kvxferd.telemetry.mover_usage import (
     MoverUsage,
     MoverWaits,
 )
-from kvxferd.telemetry.traces.tracer import TraceOutcome
-from kvxferd.telemetry.warnings.kinds import WarningKind
+from kvxferd.telemetry.warnings import WarningKind
 from kvxferd.ucx_log import REACHES
+from kvxferd.wire.endpoint import address_of
 
 # From a few blocks read on the same node to a pull that waits for its deadline; about three per decade.
 PULL_BUCKETS_S = (
@@ -100,12 +103,11 @@ class Reading:
 
     node: NodeSnapshot
     is_ready: bool
-    count_warnings: Callable[[WarningKind], int]
+    warnings: Mapping[WarningKind, int]
     movers: MoverReading
     mover_cpu_s: float
     mover_memory_bytes: int
     mover_waits_s: float
-    trace_counts: Mapping[TraceOutcome, int]
 
     @property
     def ranks(self) -> list[RankSnapshot]:
@@ -140,6 +142,7 @@ class Family(NamedTuple):
     series: tuple[str | Series, ...] = ()
     buckets: tuple[float, ...] = ()
     read: Callable[[Reading], Values] | None = None
+    by: str = ""  # "engine" or "peer": it is there where that is switched on, for `BoundedLabels`
 
 
 def _pull_series() -> Iterator[Series]:
@@ -147,6 +150,20 @@ def _pull_series() -> Iterator[Series]:
     yield "delivered", NO_CODE
     yield "cancelled", Code.CANCELLED.value
     yield from (("failed", code.value) for code in PULL_CODES)
+
+
+def _families_by(kind: str, what: str, labels: Series) -> Iterator[Family]:
+    """Yield what is counted for each name that comes from outside."""
+    texts = {
+        "pulled_bytes": "Bytes of delivered pulls",
+        "pull_seconds": "Time of delivered pulls, summed",
+        "served_pulls": "Pulls of this node's transfers that were acknowledged",
+        "served_bytes": "Bytes of this node's transfers that readers acknowledged",
+    }
+    pulls = f"Pulls that ended, by {what}."
+    yield Family(COUNTER, f"kvxferd_{kind}_pulls", pulls, (*labels, "outcome"), by=kind)
+    for name, text in texts.items():
+        yield Family(COUNTER, f"kvxferd_{kind}_{name}", f"{text}, by {what}.", labels, by=kind)
 
 
 # fmt: off
@@ -165,7 +182,6 @@ FAMILIES = (
     Family(COUNTER, "kvxferd_pull_retries", "Pulls read a second time because the transport failed.",
            ("outcome",), PULL_OUTCOMES),
     Family(COUNTER, "kvxferd_pulled_bytes", "Bytes of delivered pulls."),
-    Family(COUNTER, "kvxferd_pulled_runs", "Contiguous runs read by delivered pulls."),
     Family(HISTOGRAM, "kvxferd_pull_bytes", "Size of each delivered pull of one rank.", buckets=SIZE_BUCKETS),
     Family(COUNTER, "kvxferd_read_bytes", "Bytes of delivered pulls, by the way in which they were read.",
            ("way",), WAYS),
@@ -191,7 +207,10 @@ FAMILIES = (
            "By how much timers were late that were late by more than 0.5 s, summed.", ("cause",),
            tuple(Cause)),
     Family(HISTOGRAM, "kvxferd_event_loop_lag_seconds",
-           "By how much timers of the daemon were late, twice a second.", buckets=LAG_BUCKETS_S),
+           "By how much timers of the daemon were late: twice a second, while something happens.", buckets=LAG_BUCKETS_S),
+    # By pair of engines and by peer, where that is switched on.
+    *_families_by("engine", "source and sink engine", ("source", "sink")),
+    *_families_by("peer", "peer", ("peer",)),
     # The process.
     Family(GAUGE, "kvxferd_build_info", "1, with the version as a label.", ("version",),
            read=lambda at: {kvxferd.__version__: 1}),
@@ -201,7 +220,7 @@ FAMILIES = (
            read=lambda at: int(at.node.draining)),
     Family(GAUGE, "kvxferd_warnings", "Things to fix on this node, by kind: `kvxferd status` names each.",
            ("kind",), tuple(WarningKind),
-           read=lambda at: {kind: at.count_warnings(kind) for kind in WarningKind}),
+           read=lambda at: at.warnings),
     Family(COUNTER, "kvxferd_log_lines_dropped",
            "Log lines for which the queue had no room, or which standard error did not take.",
            read=lambda at: LOG_COUNTS.dropped),
@@ -209,10 +228,6 @@ FAMILIES = (
            read=lambda at: LOG_COUNTS.suppressed),
     Family(COUNTER, "kvxferd_busy_refusals", "Requests refused as `busy`, by the limit.", ("limit",),
            read=lambda at: {limit: BUSY_REFUSALS[limit] for limit in BUSY_LIMITS}),
-    Family(COUNTER, "kvxferd_trace_records",
-           "Pulls and publishes of sampled traces: exported as spans, dropped because the queue was full, "
-           "or failed because the collector did not take them.", ("outcome",), tuple(TraceOutcome),
-           read=lambda at: at.trace_counts),
     # Engines and peers.
     Family(GAUGE, "kvxferd_engines", "Local engines.", ("state",), ENGINE_STATES,
            read=lambda at: Counter(map(engine_state, at.node.engines))),
@@ -265,6 +280,15 @@ FAMILIES = (
 # fmt: on
 
 
+def _series_by(kind: str, labels: Series) -> Iterator[Series]:
+    """Yield the name and labels of each series for one name from outside."""
+    for family in FAMILIES:
+        if family.by == kind and "outcome" in family.labels:
+            yield from ((family.name, *labels, outcome) for outcome in PULL_OUTCOMES)
+        elif family.by == kind:
+            yield (family.name, *labels)
+
+
 class _ReadFamilies(Collector):
     """The families that are read at each scrape."""
 
@@ -293,25 +317,30 @@ class Metrics:
         self,
         snapshot: Callable[[], NodeSnapshot],
         *,
-        engines_and_peers: EngineAndPeerCollector | None = None,
-        count_warnings: Callable[[WarningKind], int] = lambda kind: 0,
+        by_engine: bool = False,
+        by_peer: bool = False,
+        count_warnings: Callable[[], Mapping[WarningKind, int]] = dict,
         is_ready: Callable[[], bool] = lambda: False,
         movers: Callable[[], MoverReading] = lambda: NO_MOVERS,
-        trace_counts: Callable[[], Mapping[TraceOutcome, int]] = dict,
     ) -> None:
-        """`engines_and_peers`: the series for each engine pair and peer; None: there are none."""
+        """`by_engine`, `by_peer`: with series for each pair of engines, for each peer."""
         self.registry = registry = prometheus.CollectorRegistry()
         self._snapshot = snapshot
         self._given_snapshot: NodeSnapshot | None = None  # for one `render`
         self._count_warnings, self._is_ready = count_warnings, is_ready
-        self._movers, self._trace_counts = movers, trace_counts
+        self._movers = movers
         self._mover_usage, self._mover_waits = MoverUsage(), MoverWaits()
         self._families: dict[str, Any] = {}
         # Prometheus' rate() does not count a series that first appears at 1. Kept here, because looking one
         # up in its family takes longer than counting.
         self._series: dict[Series, Any] = {}
+        self._bounded: dict[str, BoundedLabels] = {
+            kind: BoundedLabels(partial(self._begin, kind), partial(self._end, kind))
+            for kind, is_on in (("engine", by_engine), ("peer", by_peer))
+            if is_on
+        }
         for family in FAMILIES:
-            if family.read is not None:
+            if family.read is not None or (family.by and family.by not in self._bounded):
                 continue
             more: dict[str, Any] = {"buckets": family.buckets} if family.buckets else {}
             self._families[family.name] = family.kind(
@@ -320,9 +349,6 @@ class Metrics:
             for series in family.series:
                 self._of(family.name, *([series] if isinstance(series, str) else series))
         registry.register(_ReadFamilies(self._read))
-        self._engines_and_peers = engines_and_peers
-        if engines_and_peers is not None:
-            registry.register(engines_and_peers)
         prometheus.ProcessCollector(registry=registry)
 
     def record(self, record: Record) -> None:
@@ -344,8 +370,9 @@ class Metrics:
         """Count what a reading rank acknowledged."""
         self._of("kvxferd_served_bytes").inc(served.bytes)
         self._of("kvxferd_served_pulls").inc()
-        if self._engines_and_peers is not None:
-            self._engines_and_peers.record_served(served)
+        for kind, labels in self._named(served.source, served.sink, served.peer):
+            self._of(f"kvxferd_{kind}_served_pulls", *labels).inc()
+            self._of(f"kvxferd_{kind}_served_bytes", *labels).inc(served.bytes)
 
     def record_loop_lag(self, lag_s: float) -> None:
         """Count by how much one of the daemon's timers was late."""
@@ -371,23 +398,42 @@ class Metrics:
             found = self._series[(name, *labels)] = family.labels(*labels) if labels else family
         return found
 
+    def _named(self, source: str, sink: str, peer: str) -> Iterator[tuple[str, Series]]:
+        """Yield the labels of what is switched on."""
+        if engines := self._bounded.get("engine"):
+            yield "engine", engines.of(source, sink)
+        if peers := self._bounded.get("peer"):
+            yield "peer", peers.of(address_of(Endpoint(peer)).removeprefix("tcp://"))
+
+    def _begin(self, kind: str, labels: Series) -> None:
+        """Make every series of these labels."""
+        for series in _series_by(kind, labels):
+            self._of(*series)
+
+    def _end(self, kind: str, labels: Series) -> None:
+        for name, *values in _series_by(kind, labels):
+            self._families[name].remove(*values)
+            del self._series[(name, *values)]
+
     def _read(self) -> Reading:
         movers = self._movers()
         cpu_s, memory_bytes = self._mover_usage.update(movers.forkserver_pid, movers.pids)
         return Reading(
             node=self._given_snapshot or self._snapshot(),
             is_ready=self._is_ready(),
-            count_warnings=self._count_warnings,
+            warnings=self._count_warnings(),
             movers=movers,
             mover_cpu_s=cpu_s,
             mover_memory_bytes=memory_bytes,
             mover_waits_s=self._mover_waits.update(movers.pids),
-            trace_counts=self._trace_counts(),
         )
 
     def _record_pull(self, record: PullRecord) -> None:
-        if self._engines_and_peers is not None:
-            self._engines_and_peers.record_pull(record)
+        for kind, labels in self._named(record.source, record.sink, record.peer):
+            self._of(f"kvxferd_{kind}_pulls", *labels, record.outcome).inc()
+            if record.outcome == "delivered":
+                self._of(f"kvxferd_{kind}_pulled_bytes", *labels).inc(max(record.bytes, 0))
+                self._of(f"kvxferd_{kind}_pull_seconds", *labels).inc(record.total_s)
         code = NO_CODE if record.code is None else record.code.value
         self._of("kvxferd_pulls", record.outcome, code).inc()
         if record.outcome != "cancelled":
@@ -401,7 +447,6 @@ class Metrics:
         if record.outcome != "delivered":
             return
         self._of("kvxferd_pulled_bytes").inc(record.bytes)
-        self._of("kvxferd_pulled_runs").inc(record.runs)
         self._of("kvxferd_pull_bytes").observe(record.bytes)
         for way, num_bytes in record.ways.items():
             self._of("kvxferd_read_bytes", way).inc(num_bytes)

@@ -72,9 +72,6 @@ def test_one_tree_over_two_daemons_and_the_error_of_a_pull_that_fails(
         assert span.resource["service.name"] == "kvxferd"
         text = str(span.attributes) + span.message
         assert str(ref["nonce"]) not in text
-    for daemon in (prefill, decode):
-        assert 'kvxferd_trace_records_total{outcome="dropped"} 0.0' in daemon.metrics()
-        assert 'kvxferd_trace_records_total{outcome="failed"} 0.0' in daemon.metrics()
 
 
 def _tree(receiver: TraceReceiver, trace_id: str, num_spans: int, parents: set[str]) -> list[ReceivedSpan]:

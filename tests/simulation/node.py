@@ -15,7 +15,6 @@ from typing import Any
 from kvxferd import frame_socket
 from kvxferd.client import gpu_events
 from kvxferd.config import Config, LoadedConfig
-from kvxferd.control import http_connections
 from kvxferd.daemon import Daemon
 from kvxferd.errors import ConfigError, KvxferdError
 from kvxferd.frame_socket import FrameSocket
@@ -28,7 +27,6 @@ from kvxferd.mover.supervisor import pool
 from kvxferd.mover.transport import probe
 from kvxferd.resident import registration
 from kvxferd.resident.thread_mover import ThreadMover
-from kvxferd.telemetry.warnings import warning_watch
 from kvxferd.wire.framing import Frame
 from tests.simulation.fabric import Fabric, SimTransport
 from tests.simulation.kernel import Kernel, Process
@@ -57,10 +55,8 @@ class Nodes:
         for pause in ("MIN_PAUSE_S", "MIN_YIELD_S", "MAX_SERVING_PAUSE_S", "MAX_IDLE_PAUSE_S"):
             replace(backoff, pause, 1.0)
         replace(backoff, "MAX_READING_PAUSE_S", 5e-2)
-        # What each process does twice in a millisecond or once a second, at rest too.
+        # What each process does twice in a millisecond, at rest too.
         replace(gpu_events, "POLL_S", 5e-3)
-        replace(warning_watch, "INTERVAL_S", 5.0)
-        replace(http_connections, "SWEEP_S", 5.0)
         replace(frame_socket, "READ_BUFFER_BYTES", 16 << 10)  # it is filled with zeros
         replace(gc, "collect", lambda *_: 0)  # see the decision: it would close descriptors of others
         replace(probe, "tcp_bytes_received", lambda: 0)  # it looks at the first process's descriptors

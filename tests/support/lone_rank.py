@@ -17,7 +17,7 @@ import numpy as np
 from kvxferd.ids import EngineId, Generation
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
-from kvxferd.telemetry.warnings.warning_watch import MAX_AGE_S
+from kvxferd.telemetry.warnings import MAX_AGE_S
 from kvxferd.tooling.content import RequestBlocks
 from kvxferd.tooling.daemon_process import DaemonProcess
 from kvxferd.tooling.engine_process import EngineRank

@@ -45,8 +45,7 @@ from kvxferd.records import (
 )
 from kvxferd.telemetry.history import History
 from kvxferd.telemetry.samples import Gauges, Samples
-from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import NodeWarning
+from kvxferd.telemetry.warnings import NodeWarning, WarningKind
 from tests.support.fetched_engine import register
 
 SOURCE = EngineId("prefill-0")

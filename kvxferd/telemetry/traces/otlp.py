@@ -17,7 +17,6 @@ from kvxferd.ids import BootId, Endpoint
 from kvxferd.telemetry.traces.spans import Span
 
 try:
-    import requests
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
@@ -31,24 +30,7 @@ except ImportError as missing:
     ) from missing
 
 EXPORT_S = 5.0  # for one batch, with the exporter's own repetitions
-MAX_REPLY_BYTES = 64 << 10  # as they come: what they unpack to does not matter
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-
-
-class _Session(requests.Session):
-    """Reads a bounded part of a reply, packed as it is, and follows it to no other address.
-
-    requests would unpack all of it in memory. Its status is what counts.
-    """
-
-    def send(self, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
-        response = super().send(request, **{**kwargs, "stream": True, "allow_redirects": False})
-        with response:
-            response.raw.read(MAX_REPLY_BYTES, decode_content=False)
-            response._content = b""
-        if response.is_redirect:
-            raise requests.TooManyRedirects("the collector is at another address", response=response)
-        return response
 
 
 class OtlpExporter:
@@ -68,7 +50,7 @@ class OtlpExporter:
         )
         self._scope = InstrumentationScope("kvxferd", kvxferd.__version__)
         self._url = traces_url(endpoint)
-        self._exporter: Any = OTLPSpanExporter(endpoint=self._url, timeout=EXPORT_S, session=_Session())
+        self._exporter: Any = OTLPSpanExporter(endpoint=self._url, timeout=EXPORT_S)
 
     def export(self, spans: Sequence[Span]) -> str:
         """Send the spans. Return why the collector did not take them; "": it did."""

@@ -1,21 +1,18 @@
 """The queue between the event loop and the thread that exports spans.
 
 The loop pays for one append. Spans are made, encoded and sent by the thread, which sleeps between two
-batches, so that it takes little of the interpreter from the loop. What does not fit is dropped and counted.
+batches, so that it takes little of the interpreter from the loop. What does not fit is dropped: a trace is a
+sample.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from enum import StrEnum
 
 import structlog
 
-from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.telemetry.traces.spans import Span, TracedRecord, spans_of
 from kvxferd.threads import start_thread
 
@@ -32,34 +29,17 @@ CLOSE_S = 2.0  # for what is queued at the end
 Export = Callable[[Sequence[Span]], str]
 
 
-class TraceOutcome(StrEnum):
-    """What became of a record that was to be exported."""
-
-    EXPORTED = "exported"
-    DROPPED = "dropped"  # the queue was full
-    FAILED = "failed"  # the collector did not take it
-
-
 class Tracer:
     """Exports the spans of traced records, in a thread of its own."""
 
-    def __init__(
-        self,
-        export: Export,
-        close_export: Callable[[], None],
-        call_in_loop: Callable[[Callable[[], None]], object],
-    ) -> None:
+    def __init__(self, export: Export, close_export: Callable[[], None]) -> None:
         """`export` sends spans and returns why it could not, or ""; only the thread calls it."""
         self._export = export
         self._close_export = close_export
-        self._call_in_loop = call_in_loop
-        self._lock = threading.Lock()  # of what follows; held for microseconds
         self._queue: deque[TracedRecord] = deque()
-        # One engine whose requests are all sampled must not crowd out the others'.
-        self._share = FairShare(MAX_QUEUED)
-        self.counts = dict.fromkeys(TraceOutcome, 0)
+        self._num_dropped = 0
         self._wake, self._stop = threading.Event(), threading.Event()
-        self._is_failing = False
+        self._failure = ""  # of the last batch
         self._thread = threading.Thread(target=self._run, name="kvxferd-traces", daemon=True)
 
     def start(self) -> None:
@@ -67,14 +47,12 @@ class Tracer:
         start_thread(self._thread, "export traces")
 
     def add(self, record: TracedRecord) -> None:
-        """Queue a stamped record with a traceparent. Never waits for the thread's I/O."""
-        with self._lock:
-            if not self._share.acquire(_engine_of(record)):
-                self.counts[TraceOutcome.DROPPED] += 1
-                return
+        """Queue a stamped record with a traceparent, or drop it. Never waits for the thread."""
+        if len(self._queue) < MAX_QUEUED:
             self._queue.append(record)
-        if not self._wake.is_set():
             self._wake.set()
+        else:
+            self._num_dropped += 1
 
     def close(self) -> None:
         """Export what is queued, for `CLOSE_S` at most. Blocks for so long; not on the loop's thread."""
@@ -84,48 +62,24 @@ class Tracer:
         self._close_export()  # ends a request that waits for the collector
 
     def _run(self) -> None:
-        while not self._stop.is_set():
+        while self._queue or not self._stop.is_set():
             self._wake.wait()
-            self._stop.wait(INTERVAL_S)  # for more records, and for the loop
-            self._export_batch()
-        deadline = time.monotonic() + CLOSE_S
-        while time.monotonic() < deadline and self._export_batch():
-            pass
+            self._wake.clear()
+            while self._queue:
+                self._stop.wait(INTERVAL_S)  # for more records, and for the loop
+                self._export_batch()
 
-    def _export_batch(self) -> int:
-        """Export some records. Return how many are left."""
-        with self._lock:
-            batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
-            for record in batch:
-                self._share.release(_engine_of(record))
-            num_left = len(self._queue)
-            if not num_left:
-                self._wake.clear()
-        if batch:
-            failure = self._try_export(batch)
-            with self._lock:
-                self.counts[TraceOutcome.FAILED if failure else TraceOutcome.EXPORTED] += len(batch)
-            self._report(failure)
-        return num_left
-
-    def _try_export(self, batch: list[TracedRecord]) -> str:
+    def _export_batch(self) -> None:
+        batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
         try:
-            return self._export([span for record in batch for span in spans_of(record)])
+            failure = self._export([span for record in batch for span in spans_of(record)])
         except Exception as error:  # the exporter's own; the thread goes on with the next batch
-            return f"{type(error).__name__}: {error}"
-
-    def _report(self, failure: str) -> None:
-        """Log the beginning and the end of failures, on the loop's thread."""
-        if bool(failure) == self._is_failing:
-            return
-        self._is_failing = bool(failure)
-        with suppress(RuntimeError):  # the loop is closed
-            if failure:
-                self._call_in_loop(lambda: log.warning("traces not exported", reason=failure[:500]))
-            else:
-                self._call_in_loop(lambda: log.info("traces exported again"))
-
-
-def _engine_of(record: TracedRecord) -> str:
-    """Return the engine of this node whose request it is."""
-    return getattr(record, "sink", "") or getattr(record, "engine_id", "")
+            failure = f"{type(error).__name__}: {error}"
+        if failure and not self._failure:
+            log.warning("traces not exported", reason=failure[:500])
+        elif self._failure and not failure:
+            log.info("traces exported again")
+        self._failure = failure
+        if self._num_dropped:
+            num_dropped, self._num_dropped = self._num_dropped, 0
+            log.info("traces dropped", records=num_dropped)

@@ -17,7 +17,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineId, PullId, TransferId
 from kvxferd.records import Record, ReleaseRecord
 from kvxferd.telemetry import units
-from kvxferd.telemetry.warnings.warning_list import NodeWarning
+from kvxferd.telemetry.warnings import NodeWarning
 from tests.support.browser import Page, browser_page, find_browser
 from tests.support.http_harness import config_in, serving
 from tests.support.node_samples import StillNode, node_warning, pull_record

@@ -7,7 +7,6 @@ import os
 import socket
 import stat
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ import pytest
 from zmq.utils import z85
 
 from kvxferd.config import load_config
+from kvxferd.control import http_routes
 from kvxferd.control.curve_keys import make_key
 from kvxferd.doctor import support_bundle
-from kvxferd.telemetry.log_buffer import LOG_BUFFER
+from kvxferd.telemetry.log_buffer import LogBuffer
 from tests.support.verb_harness import daemon, run
 
 SECRETS = {"token": "hunter2-of-the-movers", "password": "swordfish9", "variable": "correct-horse-battery"}
@@ -37,10 +37,10 @@ def read_bundle(path: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def log_lines() -> Iterator[None]:
-    yield
-    LOG_BUFFER._ordinary.lines.clear()
-    LOG_BUFFER._errors.lines.clear()
+def log_lines(monkeypatch: pytest.MonkeyPatch) -> LogBuffer:
+    """The daemon's log."""
+    monkeypatch.setattr(http_routes, "LOG_BUFFER", buffer := LogBuffer())
+    return buffer
 
 
 async def bundle(path: Path, *arguments: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
@@ -53,8 +53,7 @@ async def bundle(path: Path, *arguments: str, environ: dict[str, str] | None = N
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("log_lines")
-async def test_no_secret_is_in_it_wherever_it_was_planted(tmp_path: Path) -> None:
+async def test_no_secret_is_in_it_wherever_it_was_planted(tmp_path: Path, log_lines: LogBuffer) -> None:
     key = make_key(tmp_path / "peer.key")
     other = make_key(tmp_path / "other.key")
     secrets = [
@@ -62,10 +61,10 @@ async def test_no_secret_is_in_it_wherever_it_was_planted(tmp_path: Path) -> Non
         other.secret.hex(),
     ]  # fmt: skip
     for secret in secrets:
-        LOG_BUFFER.put(json.dumps({"event": "operator request", "arguments": f"token={secret}"}))
+        log_lines.put(json.dumps({"event": "operator request", "arguments": f"token={secret}"}))
     for secret in [SECRETS["token"], SECRETS["variable"], *secrets[3:]]:  # known, or they look like keys
-        LOG_BUFFER.put(f"a library printed {secret} bare", is_error=True)
-    LOG_BUFFER.put(f"postgres://user:{SECRETS['password']}@host/db and --password {SECRETS['password']}")
+        log_lines.put(f"a library printed {secret} bare", is_error=True)
+    log_lines.put(f"postgres://user:{SECRETS['password']}@host/db and --password {SECRETS['password']}")
     file = tmp_path / "kvxferd.toml"
     file.write_text(
         f'[peer]\ncurve_secret_key_file = "{tmp_path / "peer.key"}"\n'

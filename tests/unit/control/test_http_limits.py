@@ -21,7 +21,7 @@ from kvxferd.control.http_rate_limit import HttpRateLimiter
 from kvxferd.control.http_server import HttpServer
 from kvxferd.records import NodeSnapshot
 from kvxferd.telemetry.metrics import Metrics
-from kvxferd.telemetry.warnings.warning_list import NodeWarning
+from kvxferd.telemetry.warnings import NodeWarning
 from tests.support.http_harness import config_in, over_tcp, over_unix
 from tests.support.node_samples import StillNode, node_warning
 from tests.support.other_user import NOBODY, needs_root, open_directory

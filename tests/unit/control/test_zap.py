@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import time
 from ipaddress import ip_network
 
 import pytest
 import structlog
 
-from kvxferd.control.zap import ZapAuthenticator
+from kvxferd.control.zap import TURNED_AWAY_FOR_S, ZapAuthenticator
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.telemetry.log_limits import MAX_LINES_PER_SOURCE, LogRateLimiter, RateLimitProcessor
 
@@ -38,7 +40,7 @@ def request(address: str, mechanism: bytes, *credentials: bytes) -> list[bytes]:
     ],
 )
 def test_who_is_let_in(trust, address, mechanism, credentials, allowed) -> None:
-    reply = ZapAuthenticator(trust).reply(request(address, mechanism, *credentials), 0.0)
+    reply = ZapAuthenticator(trust).reply(request(address, mechanism, *credentials))
     route, empty, version, number, status, _, user, metadata = reply
     assert (route, empty, version, number, metadata) == (b"route", b"", b"1.0", b"7", b"")
     refused = b"400" if trust.allows_address(address) else b"500"  # `kvxferd ping` tells them apart
@@ -50,7 +52,7 @@ def test_who_is_let_in(trust, address, mechanism, credentials, allowed) -> None:
     "parts", [[], [b"x"], [b"r", b"", b"2.0", *[b""] * 6], [b"r", b"x", b"1.0", *[b""] * 6]]
 )
 def test_what_is_no_request_gets_no_answer(parts: list[bytes]) -> None:
-    assert ZapAuthenticator(KEYS).reply(parts, 0.0) is None
+    assert ZapAuthenticator(KEYS).reply(parts) is None
 
 
 def test_who_tries_again_and_again_does_not_fill_the_log() -> None:
@@ -58,6 +60,17 @@ def test_who_tries_again_and_again_does_not_fill_the_log() -> None:
     limiter = RateLimitProcessor(LogRateLimiter(lambda: 0.0))
     with structlog.testing.capture_logs(processors=[limiter]) as lines:
         for _ in range(5000):
-            doorkeeper.reply(request("192.0.2.1", b"NULL"), 0.0)
-        doorkeeper.reply(request("192.0.3.1", b"NULL"), 0.0)
+            doorkeeper.reply(request("192.0.2.1", b"NULL"))
+        doorkeeper.reply(request("192.0.3.1", b"NULL"))
     assert [line["address"] for line in lines] == ["192.0.2.1"] * MAX_LINES_PER_SOURCE + ["192.0.3.1"]
+
+
+def test_a_peer_that_is_turned_away_is_a_warning_for_a_minute() -> None:
+    doorkeeper = ZapAuthenticator(LAN)
+    assert doorkeeper.findings() == []
+    doorkeeper.reply(request("192.0.2.1", b"NULL"))
+    (finding,) = doorkeeper.findings()
+    assert "192.0.2.1, its address is not in peer.allowed_addresses" in finding.message
+    for setting in ("curve_allowed_keys", "curve_allowed_keys_file", "allowed_addresses"):
+        assert re.search(rf"peer\.{setting}\b", finding.remedy)
+    assert doorkeeper.findings(time.monotonic() + 0.1 + TURNED_AWAY_FOR_S) == []

@@ -25,7 +25,7 @@ from kvxferd.config import SETTINGS
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.integrations.vllm.options import Options, read_options
-from kvxferd.telemetry.warnings.kinds import WarningKind
+from kvxferd.telemetry.warnings import WarningKind
 from tests.support.documented_commands import Command, blocks_of, commands_of
 from tests.support.repository import ROOT, files_in, text_of
 

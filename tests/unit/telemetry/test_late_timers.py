@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator
 
 import pytest
 import structlog
 
 from kvxferd.telemetry.late_timers import (
     CLEAR_AFTER_S,
+    IDLE_INTERVAL_S,
     Cause,
     ClockReading,
-    Lateness,
-    LateTimers,
-    ThreadClocks,
+    TimerWatch,
     lateness_of,
-    read_clocks,
 )
 from kvxferd.telemetry.metrics import Metrics
-from kvxferd.telemetry.timer_watch import TimerWatch
-from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import WarningCondition
+from kvxferd.telemetry.warnings import WarningKind
 from tests.support.node_samples import node_snapshot
 
 SLEEP_S = 0.25
@@ -66,92 +60,53 @@ def test_a_late_timer_and_its_cause(
         assert late.late_s == pytest.approx(elapsed_s - SLEEP_S)
 
 
-def test_the_clocks_of_a_thread_are_those_of_one_reading() -> None:
-    """With the file of the kernel's count kept open, it goes on; closed, that count is missing."""
-    clocks = ThreadClocks()
-    try:
-        first = read_clocks()
-        while time.process_time() < first.cpu_s + 0.02:
-            pass
-        between, last = clocks.read(), read_clocks()
-    finally:
-        clocks.close()
-        clocks.close()
-    for before, after_it in zip(first[:2], between[:2], strict=True):
-        assert after_it > before
-    assert between.now <= last.now
-    assert between.cpu_s <= last.cpu_s
-    if last.waited_s is not None:
-        assert first.waited_s is not None
-        assert between.waited_s is not None
-        assert first.waited_s <= between.waited_s <= last.waited_s
-    assert clocks.read().waited_s is None
-
-
-def test_a_starved_daemon_warns_until_it_has_not_happened_for_a_while() -> None:
-    timers = LateTimers()
-    assert timers.warnings(0.0) == {}
-    timers.add(Lateness(1.5, Cause.STARVED), 1000.0)
-    timers.add(Lateness(9.25, Cause.STARVED), 1010.0)
-    warning = timers.warnings(1022.0)[Cause.STARVED]
-    found, _, todo = warning.partition("; ")
-    assert "the node starves this daemon" in found
-    assert "by up to 9.2 s, 2 times, last 12 s ago" in found
-    assert "AllowedCPUs=" in todo
-    assert timers.warnings(1010.0 + CLEAR_AFTER_S)
-    assert timers.warnings(1010.1 + CLEAR_AFTER_S) == {}
-    # The next one begins anew.
-    timers.add(Lateness(0.6, Cause.STARVED), 5000.0)
-    assert "by up to 0.6 s, once, last 0 s ago" in timers.warnings(5000.0)[Cause.STARVED]
-
-
-def test_the_daemon_s_own_work_is_named_as_such_and_a_stop_is_no_warning() -> None:
-    timers = LateTimers()
-    timers.add(Lateness(60.0, Cause.STOPPED), 10.0)
-    assert timers.warnings(10.0) == {}
-    timers.add(Lateness(0.8, Cause.BUSY), 11.0)
-    warning = timers.warnings(11.0)[Cause.BUSY]
-    assert "computed" in warning
-    assert "starves" not in warning
-
-
 def test_the_watch_warns_logs_and_counts() -> None:
     """A real event loop, and clocks that are passed in."""
+    times = iter([ClockReading(0.0, 0.0, 0.0)])
+    lags, idle = list[float](), list[bool]()
 
-    def clocks() -> Iterator[ClockReading]:
-        yield ClockReading(0.0, 0.0, 0.0)
-        yield ClockReading(9.0, 0.0, 8.9)  # starved
-        yield ClockReading(69.0, 0.0, 8.9)  # stopped
-        while True:
-            yield ClockReading(69.0, 0.0, 8.9)
-
-    metrics, readings = Metrics(node_snapshot), clocks()
-
-    async def run() -> list[WarningCondition]:
+    async def run() -> None:
+        nonlocal times
         done = asyncio.Event()
 
-        def on_late(lateness: Lateness) -> None:
-            metrics.record_late_timer(lateness)
-            if lateness.cause is Cause.STOPPED:
+        def on_tick(lag_s: float) -> None:
+            lags.append(lag_s)
+            if len(lags) == 3:
+                watch.stop()
                 done.set()
 
-        watch = TimerWatch(on_late, lambda: next(readings), interval_s=0.0)
+        metrics = Metrics(node_snapshot)
+        watch = TimerWatch(
+            on_tick, metrics.record_late_timer, lambda: bool(idle), lambda: next(times), interval_s=0.0
+        )
         watch.start()
-        try:
-            await asyncio.wait_for(done.wait(), 30)
-            return watch.findings()
-        finally:
-            watch.stop()
+        starved, stopped = ClockReading(9.0, 0.0, 8.9), ClockReading(69.0, 0.0, 8.9)
+        times = iter([starved, stopped, ClockReading(70.0, 0.9, 8.9), ClockReading(80.0, 0.9, 8.9)])
+        await asyncio.wait_for(done.wait(), 30)
+        found = {finding.subject: finding for finding in watch.findings()}
+        assert found.keys() == {"starved", "busy"}, "a stop is no warning"
+        assert found["starved"].kind is WarningKind.TIMERS_LATE
+        assert "it had no processor, and a timer was 9.0 s late, 71 s ago" in found["starved"].message
+        assert "AllowedCPUs=" in found["starved"].remedy
+        assert "computed" in found["busy"].message
+        times = iter([ClockReading(9.1 + CLEAR_AFTER_S, 0.9, 8.9)])
+        assert [finding.subject for finding in watch.findings()] == ["busy"]
+        # An idle process has fewer turns.
+        idle.append(True)
+        times = iter([ClockReading(500.0, 0.9, 8.9)])
+        watch.start()
+        assert watch._timer is not None
+        assert watch._timer.when() - asyncio.get_running_loop().time() > IDLE_INTERVAL_S - 1
+        watch.stop()
+        text = metrics.render().decode()
+        assert 'kvxferd_late_timers_total{cause="starved"} 1.0' in text
+        assert 'kvxferd_late_timer_seconds_total{cause="starved"} 9.0' in text
 
     with structlog.testing.capture_logs() as lines:
-        (warning,) = asyncio.run(run())
-    assert (warning.kind, warning.subject) == (WarningKind.TIMERS_LATE, "starved")
-    assert "starves" in warning.message
+        asyncio.run(run())
+    assert lags == [9.0, 60.0, 1.0]
     assert [(line["log_level"], line["event"], line["cause"]) for line in lines] == [
         ("warning", "timers late", "starved"),
         ("info", "timers late", "stopped"),
+        ("warning", "timers late", "busy"),
     ]
-    text = metrics.render().decode()
-    assert 'kvxferd_late_timers_total{cause="starved"} 1.0' in text
-    assert 'kvxferd_late_timer_seconds_total{cause="starved"} 9.0' in text
-    assert 'kvxferd_late_timers_total{cause="busy"} 0.0' in text

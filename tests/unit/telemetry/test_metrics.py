@@ -20,8 +20,7 @@ from kvxferd.telemetry.gauges import engine_state, transport_class
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.mover_usage import MOVER_STATES, MoverExit, MoverReading
 from kvxferd.telemetry.remedies import REMEDIES
-from kvxferd.telemetry.traces.tracer import TraceOutcome
-from kvxferd.telemetry.warnings.kinds import WarningKind
+from kvxferd.telemetry.warnings import WarningKind
 from tests.support.node_samples import PEER, SINK, SOURCE, node_snapshot, pull_record, records
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
@@ -44,7 +43,6 @@ def test_what_ended_is_counted() -> None:
     assert got["kvxferd_pulls_total{code=none}{outcome=delivered}"] == 1
     assert got["kvxferd_pulls_total{code=lease-expired}{outcome=failed}"] == 1
     assert got["kvxferd_pulled_bytes_total"] == 1 << 20  # the failed one's do not count
-    assert got["kvxferd_pulled_runs_total"] == 64
     assert got["kvxferd_read_bytes_total{way=direct}"] == 1 << 18
     assert got["kvxferd_read_bytes_total{way=covering}"] == 3 << 18
     assert got["kvxferd_handshakes_total{outcome=ok}"] == 1
@@ -199,24 +197,20 @@ def test_every_mover_state_exit_and_warning_is_there_before_the_first() -> None:
         assert got[f"kvxferd_mover_exits_total{{cause={cause}}}"] == 0
     for kind in WarningKind:
         assert got[f"kvxferd_warnings{{kind={kind}}}"] == 0
-    for outcome in TraceOutcome:
-        assert got[f"kvxferd_trace_records_total{{outcome={outcome}}}"] == 0
 
 
 def test_what_other_parts_count_is_read_at_the_scrape() -> None:
     metrics = Metrics(
         node_snapshot,
-        count_warnings=lambda kind: int(kind is WarningKind.PLACEMENT),
+        count_warnings=lambda: {WarningKind.PLACEMENT: 1},
         is_ready=lambda: True,
         movers=lambda: MoverReading({"ready": 2}, Counter({MoverExit.DIED: 3}), None, []),
-        trace_counts=lambda: {TraceOutcome.DROPPED: 4},
     )
     got = samples_of(metrics)
     assert got["kvxferd_warnings{kind=placement}"] == 1
     assert got["kvxferd_warnings{kind=same-node-tcp}"] == 0
     assert got["kvxferd_ready"] == 1
     assert (got["kvxferd_movers{state=ready}"], got["kvxferd_mover_exits_total{cause=died}"]) == (2, 3)
-    assert got["kvxferd_trace_records_total{outcome=dropped}"] == 4
 
 
 def test_an_engine_that_its_home_puts_together_is_a_member() -> None:

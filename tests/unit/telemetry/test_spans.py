@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ from kvxferd.errors import Code
 from kvxferd.records import PHASES, PullRecord, ReleaseRecord
 from kvxferd.telemetry.traces import tracer as module
 from kvxferd.telemetry.traces.spans import Span, TracedRecord, spans_of
-from kvxferd.telemetry.traces.tracer import MAX_BATCH, MAX_QUEUED, TraceOutcome, Tracer
+from kvxferd.telemetry.traces.tracer import MAX_BATCH, MAX_QUEUED, Tracer
 from kvxferd.wire.traceparent import span_id_for
 from tests.support.traced_records import OWN, PARENT, STARTED, TRACE, TRACEPARENT, pull_record
 
@@ -131,7 +131,7 @@ def test_no_span_names_a_key() -> None:
     assert spans[0].attributes["kvxferd.peer"] == "tcp://h:1"
 
 
-# --- the queue and its thread: bounded, fair, and never in the caller's way
+# --- the queue and its thread: bounded, and never in the caller's way
 
 
 LIMIT_S = 30.0
@@ -170,13 +170,8 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Exported:
 
 
 @pytest.fixture
-def calls() -> list[Callable[[], None]]:
-    return []
-
-
-@pytest.fixture
-def tracer(exported: Exported, calls: list[Callable[[], None]]) -> Iterator[Tracer]:
-    tracer = Tracer(exported.export, exported.close, calls.append)
+def tracer(exported: Exported) -> Iterator[Tracer]:
+    tracer = Tracer(exported.export, exported.close)
     tracer.start()
     yield tracer
     exported.go.set()
@@ -190,46 +185,35 @@ def test_a_record_is_exported_by_the_thread(tracer: Tracer, exported: Exported) 
     tracer.close()
     assert [span.name for batch in exported.batches for span in batch] == ["kvxferd.pull"]
     assert exported.threads == {tracer._thread.ident}
-    assert tracer.counts == {"exported": 1, "dropped": 0, "failed": 0}
 
 
-def test_while_the_collector_is_silent_the_queue_is_bounded_and_one_engine_leaves_room(
-    tracer: Tracer, exported: Exported
-) -> None:
+def test_while_the_collector_is_silent_the_queue_is_bounded(tracer: Tracer, exported: Exported) -> None:
     exported.go.clear()
-    tracer.add(pull_record(sink="loud"))
+    tracer.add(pull_record())
     assert exported.busy.wait(LIMIT_S)  # the thread waits for the collector: adding does not
-    for _ in range(3 * MAX_QUEUED):
-        tracer.add(pull_record(sink="loud"))
-    assert len(tracer._queue) == MAX_QUEUED - MAX_QUEUED // 8
-    for _ in range(10):
-        tracer.add(pull_record(sink="quiet"))
-    dropped = tracer.counts[TraceOutcome.DROPPED]
-    assert dropped == 2 * MAX_QUEUED + MAX_QUEUED // 8
-    exported.go.set()
-    tracer.close()
-    sinks = [span.attributes["kvxferd.sink"] for batch in exported.batches for span in batch]
-    assert sinks.count("quiet") == 10
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3 * MAX_QUEUED):
+            tracer.add(pull_record())
+        assert len(tracer._queue) == MAX_QUEUED
+        exported.go.set()
+        tracer.close()
+    assert sum(map(len, exported.batches)) == 1 + MAX_QUEUED
     assert max(map(len, exported.batches)) <= MAX_BATCH
-    assert sum(tracer.counts.values()) == 1 + 3 * MAX_QUEUED + 10
-    assert tracer._share.held == 0
+    assert [(line["event"], line["records"]) for line in lines] == [("traces dropped", 2 * MAX_QUEUED)]
 
 
 @pytest.mark.parametrize("failure", ["refused", ValueError("a span that cannot be encoded")])
-def test_failures_are_counted_and_logged_once(
-    tracer: Tracer, exported: Exported, calls: list[Any], failure: str | Exception
-) -> None:
+def test_failures_are_logged_once(tracer: Tracer, exported: Exported, failure: str | Exception) -> None:
     exported.failure = failure
-    for _ in range(3):
-        exported.done.clear()
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3):
+            exported.done.clear()
+            tracer.add(pull_record())
+            assert exported.done.wait(LIMIT_S)
+        exported.failure = ""
         tracer.add(pull_record())
-        assert exported.done.wait(LIMIT_S)
-    exported.failure = ""
-    tracer.add(pull_record())
-    tracer.close()
-    assert tracer.counts[TraceOutcome.FAILED] == 3
-    assert tracer.counts[TraceOutcome.EXPORTED] == 1
-    assert len(calls) == 2  # one line when they begin, one when they end
+        tracer.close()
+    assert [line["event"] for line in lines] == ["traces not exported", "traces exported again"]
 
 
 def test_the_end_waits_for_a_silent_collector_no_longer_than_it_may(
@@ -237,7 +221,7 @@ def test_the_end_waits_for_a_silent_collector_no_longer_than_it_may(
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_S", 0.05)
     exported.go.clear()
-    tracer = Tracer(exported.export, exported.close, lambda call: None)
+    tracer = Tracer(exported.export, exported.close)
     tracer.start()
     tracer.add(pull_record())
     assert exported.busy.wait(LIMIT_S)
