@@ -11,7 +11,7 @@ import msgspec
 
 from kvxferd.cli.options import config_option, json_option, socket_option
 from kvxferd.config import SETTINGS, Setting, load_with_sources, settings_in_effect, shown_value
-from kvxferd.config.checking import find_problems
+from kvxferd.config.loading import read_settings
 from kvxferd.config.sample import sample_text
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.exit_codes import EXIT_INVALID
@@ -41,20 +41,20 @@ def defaults(as_json: bool) -> None:
 @json_option
 @click.argument("file", type=click.Path(path_type=Path))
 def check(file: Path, as_json: bool) -> None:
-    """Check a configuration file: each bad key, its line and what to do.
+    """Check a configuration file: each bad key, and what to do.
 
     The file alone is read, without the environment. Exit status: 0 if the daemon would start with it; 1 if
     it would refuse it; 2 if it cannot be read.
     """
-    problems = find_problems(file)
+    problems = read_settings(file, {}, {}).all_problems()
     if as_json:
-        print_json({"file": str(file), "valid": not problems, "problems": [p._asdict() for p in problems]})
+        listed = [{"key": key, "message": message} for key, message in problems]
+        print_json({"file": str(file), "valid": not problems, "problems": listed})
     elif not problems:
         click.echo(f"{file}: valid")
     else:
-        for problem in problems:
-            where = f"{file}:{problem.line}: " if problem.line else ""
-            click.echo(plain_text(where + problem.message).plain)
+        for _, message in problems:
+            click.echo(plain_text(message).plain)
     if problems:
         click.get_current_context().exit(EXIT_INVALID)
 

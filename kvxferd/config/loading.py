@@ -108,6 +108,18 @@ class ReadSettings:
             self.values.setdefault(setting.section, {})[setting.field] = converted
             self.sources[key] = source
 
+    def all_problems(self) -> list[tuple[str, str]]:
+        """Return what is wrong: a key, a table or "", and a sentence of each.
+
+        One contradiction between settings is looked for once each value by itself is valid.
+        """
+        if not self.problems:
+            try:
+                self.config()
+            except ConfigError as error:
+                return [("", error.message)]
+        return self.problems
+
     def config(self) -> Config:
         """Return the configuration. Raises ConfigError where settings contradict each other."""
         sections = msgspec.structs.fields(Config)
@@ -171,10 +183,9 @@ def flag_name(key: str) -> str:
     return "--" + key.replace(".", "-").replace("_", "-")
 
 
-def read_file(path: Path) -> str:
-    """Return the text of a configuration file. Raises ConfigError if it cannot be read or is no text."""
+def _add_file(path: Path, found: ReadSettings) -> None:
     try:
-        return path.read_bytes().decode()
+        text = path.read_bytes().decode()
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror}; mend it, or name another "
@@ -183,9 +194,6 @@ def read_file(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read the configuration {path}: it is not TOML: {error}") from error
 
-
-def _add_file(path: Path, found: ReadSettings) -> None:
-    text = read_file(path)
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

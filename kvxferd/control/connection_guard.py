@@ -7,8 +7,10 @@ thread watches its monitor and shuts such connections down.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import select
 import socket
 import struct
 import termios
@@ -80,7 +82,6 @@ class ConnectionGuard:
     def __init__(
         self,
         bound: zmq.Socket[bytes],
-        port: int = 0,  # known once the socket is bound
         *,
         has_curve: bool = False,
         request_read: Callable[[], object] = lambda: None,
@@ -88,10 +89,12 @@ class ConnectionGuard:
         max_per_address: int = MAX_PER_ADDRESS,
         max_unfinished: int = MAX_UNFINISHED,
     ) -> None:
-        """`request_read` has messages read that may be there, on another thread."""
-        self._bound = bound
+        """Make it before the socket is bound, so that no connection is missed.
+
+        `request_read` has messages read that may be there, on another thread.
+        """
         self._request_read = request_read
-        self._port = port
+        self._port = 0  # of the bound socket
         self._finished_bytes = FINISHED_CURVE_BYTES if has_curve else FINISHED_NULL_BYTES
         self._limits = (max_connections, max_per_address, max_unfinished)
         self._checked_at = 0.0
@@ -102,23 +105,43 @@ class ConnectionGuard:
         self._connections: dict[int, _Connection] = {}
         self._unfinished: OrderedDict[int, None] = OrderedDict()  # the oldest first
         self._per_address: Counter[str] = Counter()
+        self._untracked: set[int] = set()  # accepted while no descriptor was free to look at them
+        # Tells once that something has arrived on an open connection; until then there is nothing to check.
+        self._arrivals = select.epoll()
+        self._is_checking_open = False
         self._monitor = bound.get_monitor_socket(MONITOR_EVENTS)
         self._thread = threading.Thread(target=self._run, name="peer-connections", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread. Call it before the socket is bound, so that no connection is missed.
-
-        Raises ConfigError where the system has no thread.
-        """
+    def start(self, port: int) -> None:
+        """Start the thread. `port`: of the socket, which is bound. Raises ConfigError without a thread."""
+        self._port = port
         try:
             start_thread(self._thread, "watch connections to the peer socket")
         except ConfigError:
-            self._monitor.close(linger=0)
+            self.close()
             raise
 
-    def set_port(self, port: int) -> None:
-        """Watch connections to this port. Those that were accepted before are not checked."""
-        self._port = port
+    def close(self) -> None:
+        """Close what it has, if it was not started; else its thread does."""
+        self._monitor.close(linger=0)
+        self._arrivals.close()
+        for connection in self._connections.values():
+            if connection.duplicate is not None:
+                connection.duplicate.close()
+
+    def shut_all(self) -> int:
+        """Shut every connection; return how many. From any thread. Raises OSError without free descriptors.
+
+        libzmq sees the end of the stream and closes its side. A peer that is still admitted connects again in
+        a tenth of a second, and sends its unanswered requests again.
+        """
+        num_shut = 0
+        for fd in [*self._connections, *self._untracked]:
+            if (connection := self._duplicate(fd)) is not None:
+                with connection, suppress(OSError):  # its other end has closed it
+                    connection.shutdown(socket.SHUT_RDWR)
+                    num_shut += 1
+        return num_shut
 
     def count_message(self, fd: int) -> None:
         """Record that a message was read which came over libzmq's descriptor `fd`."""
@@ -140,39 +163,44 @@ class ConnectionGuard:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._arrivals.fileno(), zmq.POLLIN)
         try:
             while True:
-                if poller.poll(self._next_check_ms()):
-                    if time.monotonic() - self._checked_at > CHECK_INTERVAL_MS / 1000:
-                        self._check_unfinished()  # also under a steady flow of new connections
-                    message = parse_monitor_message(self._monitor.recv_multipart())
-                    if message["event"] == zmq.EVENT_MONITOR_STOPPED:
-                        return
-                    self._handle_monitor_event(int(message["event"]), int(message["value"]))
-                else:
-                    self._check_unfinished()
-                if time.monotonic() - self._open_checked_at > self._open_check_s:
+                ready = dict(poller.poll(self._next_check_ms()))
+                if time.monotonic() - self._checked_at > CHECK_INTERVAL_MS / 1000:
+                    self._check_unfinished()  # also under a steady flow of new connections
+                if self._monitor in ready and not self._handle_monitor_event():
+                    return
+                if self._arrivals.fileno() in ready:
+                    self._is_checking_open = bool(self._arrivals.poll(0)) or self._is_checking_open
+                elapsed_s = time.monotonic() - self._open_checked_at
+                if self._is_checking_open and elapsed_s > self._open_check_s:
                     self._check_open()
         finally:
-            self._monitor.close(linger=0)
-            for connection in self._connections.values():
-                if connection.duplicate is not None:
-                    connection.duplicate.close()
+            self.close()
 
     def _next_check_ms(self) -> int | None:
-        if self._unfinished:
+        if self._unfinished or self._untracked:
             return CHECK_INTERVAL_MS
-        return int(self._open_check_s * 1000) + 1 if self._connections else None
+        return int(self._open_check_s * 1000) + 1 if self._is_checking_open else None
 
-    def _handle_monitor_event(self, event: int, fd: int) -> None:
+    def _handle_monitor_event(self) -> bool:
+        """Handle an event of libzmq's. False: it was the last."""
+        message = parse_monitor_message(self._monitor.recv_multipart())
+        event, fd = message["event"], int(message["value"])
         if event == zmq.EVENT_ACCEPTED:
             self._on_accepted(fd)
         elif event == zmq.EVENT_DISCONNECTED:
             self._on_disconnected(fd)
+        return event != zmq.EVENT_MONITOR_STOPPED
 
     def _on_accepted(self, fd: int) -> None:
         self._on_disconnected(fd)  # the former connection of that number, if libzmq did not report its end
-        ours = self._duplicate(fd)
+        try:
+            ours = self._duplicate(fd)
+        except OSError:
+            self._untracked.add(fd)
+            return
         if ours is None:
             return
         try:
@@ -194,11 +222,16 @@ class ConnectionGuard:
             )
 
     def _duplicate(self, fd: int) -> socket.socket | None:
-        """Return a copy of the fd. Its number may be reused by now: it must be a connection to this port."""
+        """Return a copy of the fd; None where its number is no connection to this port by now.
+
+        Raises OSError where no descriptor is free.
+        """
         try:
             copy = os.dup(fd)
-        except OSError:
-            return None
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                return None
+            raise
         try:
             ours = socket.socket(fileno=copy)
         except OSError:  # the number no longer belongs to a socket
@@ -222,8 +255,11 @@ class ConnectionGuard:
         if connection.duplicate is not None:
             connection.duplicate.close()
             connection.duplicate = None
+        with suppress(OSError):  # it is closed by now
+            self._arrivals.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
 
     def _on_disconnected(self, fd: int) -> None:
+        self._untracked.discard(fd)
         connection = self._connections.pop(fd, None)
         if connection is None:
             return
@@ -237,6 +273,8 @@ class ConnectionGuard:
 
     def _check_unfinished(self) -> None:
         self._checked_at = time.monotonic()
+        for fd in list(self._untracked):
+            self._on_accepted(fd)
         for fd in list(self._unfinished):
             connection = self._connections[fd]
             assert connection.duplicate is not None
@@ -256,6 +294,7 @@ class ConnectionGuard:
         then the queue of complete messages was empty once, and none of this connection was read.
         """
         began, is_current, is_suspect = time.monotonic(), self._emptied_at > self._open_checked_at, False
+        self._is_checking_open = False
         for fd, connection in list(self._connections.items()):
             if fd in self._unfinished or (num_bytes := self._num_read_bytes(fd)) is None:
                 continue
@@ -264,38 +303,50 @@ class ConnectionGuard:
                 connection.num_messages, connection.first_bytes = num_messages, num_bytes
             elif connection.last_bytes - connection.first_bytes > MAX_INCOMPLETE_BYTES and is_current:
                 self._shut_down(fd, f"a message of over {MAX_INCOMPLETE_BYTES} bytes has no end")
+            if num_bytes != connection.last_bytes:
+                self._is_checking_open = True
+            else:
+                with suppress(OSError):
+                    self._arrivals.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
             connection.last_bytes = num_bytes
             is_suspect |= num_bytes - connection.first_bytes > MAX_INCOMPLETE_BYTES
         # After the last look: what is read by then may be in a queue that was empty during this check.
         self._open_checked_at = time.monotonic()
         self._open_check_s = max(OPEN_CHECK_S, (self._open_checked_at - began) / OPEN_CHECK_SHARE)
         if is_suspect:
+            self._is_checking_open = True
             self._request_read()
 
     def _num_read_bytes(self, fd: int) -> int | None:
         """Return how many bytes libzmq has read; None where the connection is gone."""
-        connection = self._duplicate(fd)
-        if connection is None:
-            return None
-        with connection, suppress(OSError):
-            num_received = tcp_byte_counts(connection)[1]  # first: what comes between the two calls is unread
-            (num_unread,) = struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))
-            return num_received - int(num_unread)
+        with suppress(OSError):
+            if (connection := self._duplicate(fd)) is None:
+                return None
+            with connection:
+                return _num_read_bytes(connection)
         return None
 
     def _shut_down(self, fd: int, reason: str) -> None:
         """Shut the connection; libzmq notices its end and closes it."""
         connection = self._connections[fd]
         self._unfinished.pop(fd, None)
-        if connection.duplicate is None:
-            connection.duplicate = self._duplicate(fd)
-        if connection.duplicate is not None:
-            with suppress(OSError):
+        with suppress(OSError):
+            if connection.duplicate is None:
+                connection.duplicate = self._duplicate(fd)
+            if connection.duplicate is not None:
                 connection.duplicate.shutdown(socket.SHUT_RDWR)
+        if connection.duplicate is not None:
             connection.duplicate.close()
             connection.duplicate = None
         address = connection.address
         log.warning("peer turned away", limit_by=address, address=address, reason=reason)
+
+
+def _num_read_bytes(connection: socket.socket) -> int:
+    """Return how many bytes of the connection libzmq has read."""
+    num_received = tcp_byte_counts(connection)[1]  # first: what comes between the two calls is unread
+    (num_unread,) = struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))
+    return num_received - int(num_unread)
 
 
 def tcp_byte_counts(connection: socket.socket) -> tuple[int, int]:

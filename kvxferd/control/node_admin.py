@@ -46,7 +46,7 @@ class ReloadResult(msgspec.Struct, frozen=True, kw_only=True):
     ignored: list[str]  # settings that differ too, but need a restart
     dropped_peers: list[Endpoint]  # peers that this node was connected to
     closed_sessions: int
-    closed_connections: int | None = 0  # from peers; None: closed later, as no descriptor was free
+    closed_connections: int | None = 0  # to the peer socket; None: closed later, as no descriptor was free
 
 
 class NodeAdmin:

@@ -17,7 +17,6 @@ import zmq
 from kvxferd.control import zap
 from kvxferd.control.connection_guard import ConnectionGuard
 from kvxferd.control.connection_reports import ConnectionReport, ConnectionReports
-from kvxferd.control.connection_shutdown import shut_accepted_connections
 from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.control.peer_inbox import EarlyChecks, PeerInbox, Sender
 from kvxferd.control.resolver import Resolver, is_numeric
@@ -122,15 +121,10 @@ class PeerSocket:
             request_read=self._read_requests_in(asyncio.get_running_loop()),
         )
         try:
-            guard.start()
-        except ConfigError:
-            router.close(linger=0)
-            raise
-        try:
             router.bind(self._bind)
         except zmq.ZMQError as error:
             router.close(linger=0)
-            guard.join()
+            guard.close()
             reason = error.strerror.partition(" (addr")[0]
             advice = (
                 "another daemon may have it: give another port, or 0 for any free one"
@@ -139,7 +133,11 @@ class PeerSocket:
             )
             raise ConfigError(f"cannot bind peer.bind = {self._bind}: {reason}; {advice}") from error
         self.bound_endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        guard.set_port(int(self.bound_endpoint.rpartition(":")[2]))
+        try:
+            guard.start(int(self.bound_endpoint.rpartition(":")[2]))
+        except ConfigError:
+            router.close(linger=0)
+            raise
         self._guard = guard
         self._router = WatchedSocket(
             router, self._turns, self._on_request, has_routes=True, on_empty=guard.queue_is_empty
@@ -182,12 +180,12 @@ class PeerSocket:
     def shut_connections(self) -> int | None:
         """Shut every connection to this node; peers that are still admitted connect again.
 
-        Return how many came from peers; None: no descriptor was free, and it is tried again later.
+        Return how many there were; None: no descriptor was free, and it is tried again later.
         """
-        if self._router is None:
+        if self._guard is None:
             return 0  # stopped
         try:
-            num_shut = shut_accepted_connections(int(self.bound_endpoint.rpartition(":")[2]))
+            num_shut = self._guard.shut_all()
         except OSError as error:
             # Messages of peers that are not admitted are refused meanwhile.
             log.warning("peer connections not closed", reason=error.strerror)

@@ -207,7 +207,8 @@ FAMILIES = (
            "By how much timers were late that were late by more than 0.5 s, summed.", ("cause",),
            tuple(Cause)),
     Family(HISTOGRAM, "kvxferd_event_loop_lag_seconds",
-           "By how much timers of the daemon were late: twice a second, while something happens.", buckets=LAG_BUCKETS_S),
+           "By how much timers of the daemon were late: twice a second, while something happens.",
+           buckets=LAG_BUCKETS_S),
     # By pair of engines and by peer, where that is switched on.
     *_families_by("engine", "source and sink engine", ("source", "sink")),
     *_families_by("peer", "peer", ("peer",)),

@@ -35,7 +35,7 @@ def test_connections_are_not_watched():
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         guard = ConnectionGuard(router, has_curve=False, request_read=lambda: None)
         with pytest.raises(ConfigError, match="watch connections to the peer socket: can't start new thread"):
-            guard.start()
+            guard.start(1)
 
 
 def test_traces_are_not_exported():

@@ -33,15 +33,12 @@ async def test_a_file_is_checked(tmp_path: Path) -> None:
     result = await run("config", "check", str(file))
     assert result.exit_code == 1
     first, second = result.stdout.splitlines()
-    assert first.startswith(f"{file}:2: cannot use transfer.lease ")
-    assert second.startswith(f"{file}:4: cannot use log.level ")
+    assert first.startswith("cannot use transfer.lease ")
+    assert second.startswith("cannot use log.level ")
     assert second.endswith("give debug, info, warning or error")
     assert "\x1b" not in result.stdout
     shown = json.loads((await run("config", "check", str(file), "--json")).stdout)
-    assert [(problem["key"], problem["line"]) for problem in shown["problems"]] == [
-        ("transfer.lease", 2),
-        ("log.level", 4),
-    ]
+    assert [problem["key"] for problem in shown["problems"]] == ["transfer.lease", "log.level"]
     file.write_text("[transfer]\nlease_s = 3\n")
     result = await run("config", "check", str(file))
     assert (result.exit_code, result.stdout) == (0, f"{file}: valid\n")
