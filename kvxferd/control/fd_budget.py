@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvxferd.config import LimitsConfig
 
@@ -17,8 +19,8 @@ FDS_PER_PEER = (
 # HTTP has an eighth of the limit, and at most this: a scraper, probes, browsers and the CLI need ten.
 MAX_HTTP_CONNECTIONS = 128
 MIN_HTTP_CONNECTIONS = 12
-# Kept between the soft limit and the hard one for shutdown. An orderly shutdown takes five: the ownership
-# file, its directory, a copy of a descriptor, and a socket pair for the event loop that closes.
+# Kept between the soft limit and the hard one for operators' requests and the shutdown. In order, that takes
+# five: the ownership file, its directory, a copy of a descriptor, and a socket pair for the loop that closes.
 RESERVED_FDS = 16
 
 
@@ -60,6 +62,17 @@ def release_reserved_fds() -> None:
     """Raise the soft limit to the hard one, for the shutdown."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+
+@contextmanager
+def reserved_fds() -> Iterator[None]:
+    """Raise the soft limit to the hard one within the context."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    release_reserved_fds()
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def max_http_connections(limit: int) -> int:

@@ -9,9 +9,7 @@ the most, so that a client that holds connections open does not keep others out 
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
-import os
 import socket
 from collections import Counter
 from collections.abc import Coroutine
@@ -21,6 +19,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 
+from kvxferd.control.fd_budget import reserved_fds
 from kvxferd.unix_socket import credentials_of, is_own_uid
 
 log = structlog.get_logger()
@@ -169,8 +168,6 @@ class HttpListeners:
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.TimerHandle | None = None  # while there are connections
-        self._spare_fd = -1  # reserve, to accept and check a client when no other descriptor is left
-        self._open_spare_fd()
 
     @property
     def shares(self) -> tuple[ConnectionShare, ConnectionShare, ConnectionShare]:
@@ -200,68 +197,35 @@ class HttpListeners:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._close_spare_fd()
-
-    def _open_spare_fd(self) -> None:
-        if self._spare_fd < 0:
-            with suppress(OSError):
-                self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-
-    def _close_spare_fd(self) -> bool:
-        fd, self._spare_fd = self._spare_fd, -1
-        if fd >= 0:
-            os.close(fd)
-        return fd >= 0
 
     def _watch(self, listener: socket.socket) -> None:
         if listener in self._listeners:
             self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        self._open_spare_fd()
-        for _ in range(ACCEPTS_PER_TURN):
-            try:
-                accepted, address = listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                try:
-                    accepted, address = self._accept_with_spare(listener)
-                except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                    return  # without descriptors the kernel does not check whether a client waits
-                except OSError:
-                    self._retry_accept_later(listener, error)
-                    return
-                if self._is_operator(accepted):
-                    self._close_idle_stranger()
-                    self._add_connection(accepted, address)
-                    return  # closed connections release their descriptors on the loop's next turn
-                # An unprivileged client may not keep the spare one.
-                _reject_full(accepted)
-                self._open_spare_fd()
-                if (
-                    listener.family != socket.AF_UNIX
-                ):  # on control.sock an operator may wait behind this client
-                    self._retry_accept_later(listener, error)
-                    return
-                continue
-            self._add_connection(accepted, address)
-
-    def _accept_with_spare(self, listener: socket.socket) -> tuple[socket.socket, Any]:
-        if not self._close_spare_fd():
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         try:
-            return listener.accept()
-        except OSError:
-            self._open_spare_fd()
-            raise
+            for _ in range(ACCEPTS_PER_TURN):
+                self._add_connection(*listener.accept())
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # No descriptor is left: an idle connection gives way, and accept is tried again later.
+            log.warning("http accept failed", reason=error.strerror)
+            self._close_idle_stranger()
+            if listener.family == socket.AF_UNIX:
+                self._accept_operators(listener)
+            self._loop.remove_reader(listener.fileno())
+            self._loop.call_later(ACCEPT_RETRY_S, self._watch, listener)
 
-    def _retry_accept_later(self, listener: socket.socket, error: OSError) -> None:
-        """No descriptor is left: close an idle HTTP connection, and try to accept again later."""
-        log.warning("http accept failed", reason=error.strerror)
-        self._close_idle_stranger()
-        self._loop.remove_reader(listener.fileno())
-        self._loop.call_later(ACCEPT_RETRY_S, self._watch, listener)
+    def _accept_operators(self, listener: socket.socket) -> None:
+        """Accept operators who wait, with reserved descriptors, and refuse others."""
+        with reserved_fds(), suppress(OSError):
+            for _ in range(ACCEPTS_PER_TURN):
+                accepted, address = listener.accept()
+                if self._is_operator(accepted):
+                    self._add_connection(accepted, address)
+                else:
+                    _reject_full(accepted)
 
     def _close_idle_stranger(self) -> None:
         """Close an idle unprivileged connection, of the larger share first; operators' stay."""
@@ -302,7 +266,6 @@ class HttpListeners:
         task.add_done_callback(self._tasks.discard)
 
     def _sweep(self) -> None:
-        self._open_spare_fd()
         now = self._loop.time()
         for share in self.shares:
             for connection in [c for c in share.connections if c.is_overdue(now)]:

@@ -6,6 +6,7 @@ by the credentials that the kernel gives for a Unix socket. TCP has no credentia
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
@@ -146,8 +147,10 @@ async def _limit_requests(request: web.Request, handler: Handler) -> web.StreamR
     try:
         if is_operator(request):
             return await handler(request)
-        if not await request.app[RATE_LIMITER].acquire(connection.source, lambda: request.transport is None):
-            raise ConnectionResetError
+        if delay_s := request.app[RATE_LIMITER].delay_s(connection.source):
+            await asyncio.sleep(delay_s)
+            if request.transport is None:
+                raise ConnectionResetError
         reply = await handler(request)
         size = (reply.content_length or 0) if isinstance(reply, web.Response) else 0
         if connection.listeners.num_unsent_bytes + size > MAX_UNSENT_BYTES:

@@ -290,13 +290,15 @@ async def test_strangers_share_a_snapshot_and_an_answer_and_root_gets_its_own(tm
 def test_a_source_has_a_pace_and_the_table_of_sources_a_limit() -> None:
     now = 100.0
     pace = HttpRateLimiter(lambda: now)
-    admitted = sum(pace.try_acquire("10.0.0.1") for _ in range(1_000))
-    assert admitted == HttpRateLimiter.BURST
-    assert pace.try_acquire("10.0.0.2")
-    now += 1.0
-    assert sum(pace.try_acquire("10.0.0.1") for _ in range(1_000)) == HttpRateLimiter.PER_S
+    delays = [pace.delay_s("10.0.0.1") for _ in range(1_000)]
+    burst, per_s, waiting = int(pace.BURST), pace.PER_S, pace.MAX_WAITING
+    assert delays[: burst + 2] == [0.0] * burst + [1 / per_s, 2 / per_s]
+    assert max(delays) == waiting / per_s
+    assert pace.delay_s("10.0.0.2") == 0.0
+    now += waiting / per_s + 1.0
+    assert [pace.delay_s("10.0.0.1") for _ in range(1_000)].count(0.0) == per_s
     for number in range(10 * HttpRateLimiter.MAX_SOURCES):
-        pace.try_acquire(f"source {number}")
+        pace.delay_s(f"source {number}")
     assert len(pace._tokens) <= HttpRateLimiter.MAX_SOURCES
 
 

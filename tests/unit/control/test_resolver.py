@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-from kvxferd.control import resolver as resolving
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.resolver import Resolver, is_numeric, system_lookup
 from kvxferd.core import events as ev
@@ -83,7 +82,6 @@ async def test_where_no_thread_can_be_had_the_name_has_no_address_and_is_asked_f
     def none_left(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(resolving, "MAX_QUERIES", 1)
     received = Messages()
     resolver = Resolver(servers)
     peers = PeerSocket("tcp://127.0.0.1:0", received.put, NoChecks, resolver=resolver)
@@ -102,16 +100,17 @@ async def test_where_no_thread_can_be_had_the_name_has_no_address_and_is_asked_f
         peers.stop()
 
 
-async def test_a_lookup_that_breaks_is_an_answer(monkeypatch):
+async def test_a_lookup_that_breaks_is_an_answer():
     """Else its name would keep its place, and its askers would wait, for ever."""
 
     def broken(host: str) -> list[str]:
         raise ValueError("embedded null character")
 
-    monkeypatch.setattr(resolving, "MAX_QUERIES", 1)
     resolver = Resolver(broken)
     for host in ("first", "second"):
         assert "embedded null character" in (await reply_of(resolver, host))[1]
+    assert not resolver._queries
+    assert resolver._threads.held == 0
 
 
 async def test_an_asker_that_cannot_take_its_answer_keeps_it_from_no_other(servers):
@@ -124,37 +123,15 @@ async def test_an_asker_that_cannot_take_its_answer_keeps_it_from_no_other(serve
     assert servers.num_queries == 1
 
 
-async def test_only_so_many_names_wait(servers, monkeypatch):
-    monkeypatch.setattr(resolving, "MAX_QUERIES", 3)
+async def test_only_so_many_names_wait_and_one_user_leaves_room_for_another(servers, monkeypatch):
     resolver = Resolver(servers, give_up_s=0.1)
-    for number in range(3):
-        assert not (await reply_of(resolver, f"silent-{number}"))[0]
-    assert "numeric address" in (await reply_of(resolver, "peer"))[1]
-    monkeypatch.setattr(resolver, "_names", FairShare(0))
-    assert "numeric address" in (await reply_of(resolver, "peer"))[1]
-    servers.released.set()
-
-
-async def test_one_users_names_without_answers_keep_no_other_user_waiting(servers):
-    resolver = Resolver(servers)
-    for number in range(resolving.MAX_QUERIES + 10):
-        resolver.resolve(f"silent-{number}", lambda address, reason: None, 1000)
-    resolver.resolve("peer", lambda address, reason: None, 1000)  # behind its user's others
-    await asyncio.sleep(0)
+    monkeypatch.setattr(resolver, "_threads", FairShare(8))
+    replies = await asyncio.gather(*(reply_of(resolver, f"silent-{number}", 1000) for number in range(8)))
+    assert ["no name server answered" in reason for _, reason in replies] == [True] * 7 + [False]
+    assert "give a numeric address" in replies[7][1]
+    assert "numeric address" in (await reply_of(resolver, "peer", 1000))[1]
     assert await reply_of(resolver, "peer", 2000) == ("127.0.0.1", "")
-    assert servers.num_queries == resolving.MAX_QUERIES_OF_USER + 1
-
-
-async def test_names_that_wait_are_looked_up_when_others_have_answers(servers, monkeypatch):
-    monkeypatch.setattr(resolving, "MAX_QUERIES", 2)
-    resolver = Resolver(servers)
-    waiting = [asyncio.ensure_future(reply_of(resolver, f"silent-{n}", 1000)) for n in range(5)]
-    last = asyncio.ensure_future(reply_of(resolver, "peer", 1000))
-    await asyncio.sleep(0)
     servers.released.set()
-    assert await last == ("127.0.0.1", "")
-    assert all("not known" in reason for _, reason in await asyncio.gather(*waiting))
-    assert (len(resolver._running), len(resolver._queries), resolver._names.held) == (0, 0, 0)
 
 
 def test_the_systems_own():
