@@ -167,6 +167,8 @@ class TimerWatch:
     def _report(self, lateness: Lateness, now: float) -> None:
         self._last[lateness.cause] = lateness.late_s, now
         self._on_late(lateness)
-        cause = lateness.cause.value
-        write = log.info if lateness.cause is Cause.STOPPED else log.warning
-        write("timers late", limit_by=cause, cause=cause, late_s=round(lateness.late_s, 3))
+        cause, late_s = lateness.cause.value, round(lateness.late_s, 3)
+        if lateness.cause is Cause.STOPPED:
+            log.info("timers late", limit_by=cause, cause=cause, late_s=late_s)
+        else:
+            log.warning("timers late", limit_by=cause, cause=cause, late_s=late_s)

@@ -182,6 +182,7 @@ FAMILIES = (
     Family(COUNTER, "kvxferd_pull_retries", "Pulls read a second time because the transport failed.",
            ("outcome",), PULL_OUTCOMES),
     Family(COUNTER, "kvxferd_pulled_bytes", "Bytes of delivered pulls."),
+    Family(COUNTER, "kvxferd_pulled_runs", "Contiguous runs read by delivered pulls."),
     Family(HISTOGRAM, "kvxferd_pull_bytes", "Size of each delivered pull of one rank.", buckets=SIZE_BUCKETS),
     Family(COUNTER, "kvxferd_read_bytes", "Bytes of delivered pulls, by the way in which they were read.",
            ("way",), WAYS),
@@ -448,6 +449,7 @@ class Metrics:
         if record.outcome != "delivered":
             return
         self._of("kvxferd_pulled_bytes").inc(record.bytes)
+        self._of("kvxferd_pulled_runs").inc(record.runs)
         self._of("kvxferd_pull_bytes").observe(record.bytes)
         for way, num_bytes in record.ways.items():
             self._of("kvxferd_read_bytes", way).inc(num_bytes)

@@ -43,6 +43,7 @@ def test_what_ended_is_counted() -> None:
     assert got["kvxferd_pulls_total{code=none}{outcome=delivered}"] == 1
     assert got["kvxferd_pulls_total{code=lease-expired}{outcome=failed}"] == 1
     assert got["kvxferd_pulled_bytes_total"] == 1 << 20  # the failed one's do not count
+    assert got["kvxferd_pulled_runs_total"] == 64
     assert got["kvxferd_read_bytes_total{way=direct}"] == 1 << 18
     assert got["kvxferd_read_bytes_total{way=covering}"] == 3 << 18
     assert got["kvxferd_handshakes_total{outcome=ok}"] == 1
