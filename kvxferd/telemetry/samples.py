@@ -1,8 +1,8 @@
 """What a node did in the last 15 minutes, in slots of ten seconds: for `/v1/samples` and the command line.
 
 Records are summed in the present slot as they come. `tick` begins the next slot, so a slot in which the loop
-did not run, or the process was stopped, is missing. Pairs of engines and peers are summed by the minute:
-the first 64 of each have a row, and all others have one. 16 full minutes take 2 MB, a report of them 35 ms.
+did not run, or the process was stopped, is missing. Pairs of engines and peers are summed too: the first
+64 of each in a slot have a row, and all others have one. 91 full slots take 6 MB, a report of them 32 ms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RING_S = 900
 MINUTE_S = 60
 SLOT_S = 10
 MAX_KEYS = 64
-MAX_SLOWEST_A_MINUTE = 6
+MAX_SLOWEST_A_SLOT = 2
 OTHERS = "(others)"  # the row of the pairs, or peers, that have none of their own
 
 # Four buckets for each doubling, 100 us to 210 s: a quantile is within a tenth of the truth.
@@ -105,7 +105,7 @@ class SampleReport(msgspec.Struct, frozen=True, kw_only=True):
 
     slots: list[SlotRow | None]  # oldest first, the present one last; None: the daemon did not run
     last_minute: LastMinute
-    # Of the same time, and up to a minute more. Most failures first, then most bytes.
+    # Of the same time. Most failures first, then most bytes.
     pairs: list[PairRow]
     peers: list[PeerRow]
 
@@ -126,7 +126,9 @@ class _Sums:
     def __init__(self) -> None:
         self.delivered = self.pulled_bytes = 0
         self.elapsed_s = self.last_failed_at = 0.0
-        self.times = [0] * (len(BOUNDS_S) + 1)  # delivered pulls by bucket; the last is of longer times
+        self.times: dict[
+            int, int
+        ] = {}  # delivered pulls by bucket of `BOUNDS_S`; the last is of longer times
         self.failures: dict[str, int] = {}  # failed pulls by code
         self.last_code = ""
 
@@ -144,7 +146,8 @@ class _Sums:
         self.delivered += 1
         self.pulled_bytes = min(self.pulled_bytes + max(record.bytes, 0), _MAX_SUM)
         self.elapsed_s += record.total_s
-        self.times[bisect_left(BOUNDS_S, record.total_s)] += 1
+        bucket = bisect_left(BOUNDS_S, record.total_s)
+        self.times[bucket] = self.times.get(bucket, 0) + 1
 
     @classmethod
     def total(cls, parts: Sequence[_Sums]) -> _Sums:
@@ -153,11 +156,12 @@ class _Sums:
         found.delivered = sum(part.delivered for part in parts)
         found.pulled_bytes = min(sum(part.pulled_bytes for part in parts), _MAX_SUM)
         found.elapsed_s = sum(part.elapsed_s for part in parts)
-        found.times = list(map(sum, zip(*(part.times for part in parts), strict=True)))
         failures: Counter[str] = Counter()
         for part in parts:
-            if part.failures:
-                failures.update(part.failures)
+            for bucket, count in part.times.items():
+                found.times[bucket] = found.times.get(bucket, 0) + count
+            for code, count in part.failures.items():
+                failures[code] += count
         found.failures = dict(failures.most_common())
         found.last_code, found.last_failed_at = last.last_code, last.last_failed_at
         return found
@@ -167,8 +171,8 @@ class _Sums:
         if self.delivered < MIN_QUANTILE_PULLS:
             return None
         rank = share * self.delivered
-        for bucket, count in enumerate(self.times):
-            if count and rank <= count:
+        for bucket, count in sorted(self.times.items()):
+            if rank <= count:
                 low = BOUNDS_S[bucket - 1] if bucket else 0.0
                 high = BOUNDS_S[min(bucket, len(BOUNDS_S) - 1)]
                 return float(f"{low + rank / count * (high - low):.3g}")
@@ -200,37 +204,16 @@ class _SumsByKey(dict[tuple[str, ...], _Sums]):
         return self.setdefault(key, _Sums())
 
 
-class _Minute:
-    """What is counted by pair of engines and by peer, and the slowest delivered pulls."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.pairs, self.peers = _SumsByKey(), _SumsByKey()
-        self.slowest: list[PullRecord] = []  # in no order
-
-    def add(self, record: PullRecord) -> None:
-        self.pairs.of((record.source, record.sink)).add(record)
-        if record.peer:
-            self.peers.of((record.peer,)).add(record)
-        if record.outcome == "delivered":
-            self.slowest.append(record)
-            if len(self.slowest) > MAX_SLOWEST_A_MINUTE:
-                self.slowest.remove(min(self.slowest, key=lambda pull: pull.total_s))
-
-
-class _Slot(_Sums):
-    __slots__ = ("at", "cancelled", "expired_leases", "failed_from", "gauges", "number", "phases_s",
-                 "served_bytes", "served_transfers", "since", "until")  # fmt: skip
-
+class _Slot:
     def __init__(self, number: int, since: float) -> None:
-        super().__init__()
         self.number = number
         self.since = self.until = since  # of `clock`
         self.at = 0.0  # Unix time of `until`
         self.gauges = Gauges()
         self.cancelled = self.expired_leases = self.served_bytes = self.served_transfers = 0
         self.phases_s = dict.fromkeys(PHASES, 0.0)
-        self.failed_from: Counter[tuple[str, str]] = Counter()  # failed pulls by code and peer, `MAX_KEYS`
+        self.all, self.pairs, self.peers = _Sums(), _SumsByKey(), _SumsByKey()
+        self.slowest: list[PullRecord] = []  # delivered ones, in no order
 
     def add_pull(self, record: PullRecord) -> None:
         for phase, elapsed_s in record.phases_s.items():
@@ -238,22 +221,25 @@ class _Slot(_Sums):
         if record.outcome == "cancelled":
             self.cancelled += 1
             return
-        self.add(record)
-        if record.outcome != "delivered" and record.peer:
-            key = self.last_code, record.peer
-            if key in self.failed_from or len(self.failed_from) < MAX_KEYS:
-                self.failed_from[key] += 1
+        self.all.add(record)
+        self.pairs.of((record.source, record.sink)).add(record)
+        if record.peer:
+            self.peers.of((record.peer,)).add(record)
+        if record.outcome == "delivered":
+            self.slowest.append(record)
+            if len(self.slowest) > MAX_SLOWEST_A_SLOT:
+                self.slowest.remove(min(self.slowest, key=lambda pull: pull.total_s))
 
     def slot_row(self) -> SlotRow:
         return SlotRow(
-            **self.row(),  # type: ignore[arg-type]
+            **self.all.row(),  # type: ignore[arg-type]
             at=round(self.at),
             span_s=round(self.until - self.since, 3),
             cancelled=self.cancelled,
             served_bytes=self.served_bytes,
             served_transfers=self.served_transfers,
             expired_leases=self.expired_leases,
-            failures=dict(sorted(self.failures.items())),
+            failures=dict(sorted(self.all.failures.items())),
             phases_s={phase: round(elapsed_s, 6) for phase, elapsed_s in self.phases_s.items()},
             **self.gauges._asdict(),
         )
@@ -277,20 +263,15 @@ class Samples:
         self._wall_clock = wall_clock
         self._started = now = clock()
         self._slots: deque[_Slot] = deque([_Slot(int(now // SLOT_S), now)])
-        self._minutes: deque[_Minute] = deque([_Minute(int(now // MINUTE_S))])
 
     def tick(self) -> None:
         """Begin a slot if one is due, and read the gauges: a few times a second, and before a report."""
         now = self._clock()
-        number, minute = int(now // SLOT_S), int(now // MINUTE_S)
+        number = int(now // SLOT_S)
         if number > self._slots[-1].number:
             self._slots.append(_Slot(number, float(number * SLOT_S)))
             while self._slots[0].number <= number - RING_S // SLOT_S:
                 self._slots.popleft()
-        if minute > self._minutes[-1].number:
-            self._minutes.append(_Minute(minute))
-            while self._minutes[0].number < minute - RING_S // MINUTE_S:
-                self._minutes.popleft()
         slot = self._slots[-1]
         slot.until, slot.at = now, self._wall_clock()
         slot.gauges = self._read_gauges()
@@ -300,8 +281,6 @@ class Samples:
         match record:
             case PullRecord():
                 self._slots[-1].add_pull(record)
-                if record.outcome != "cancelled":
-                    self._minutes[-1].add(record)
             case ReleaseRecord(why=Code.LEASE_EXPIRED):
                 self._slots[-1].expired_leases += 1
 
@@ -315,13 +294,14 @@ class Samples:
         """Return rates and failures of the last 60 to 70 seconds."""
         self.tick()
         slots = self._last_slots(MINUTE_S + SLOT_S)
-        present, total = slots[-1], _Sums.total(slots)
+        present, total = slots[-1], _Sums.total([slot.all for slot in slots])
         began = max(self._started, (present.number - MINUTE_S // SLOT_S) * SLOT_S)
         seconds = present.until - began
         failed = total.failed
         worst_code = next(iter(total.failures), "")
-        failed_from = sum((slot.failed_from for slot in slots), Counter[tuple[str, str]]())
-        peers = {peer: num for (code, peer), num in failed_from.items() if code == worst_code}
+        peers = _totals([slot.peers for slot in slots]) if failed else []
+        failed_from = {peer: sums.failures.get(worst_code, 0) for (peer,), sums in peers if peer != OTHERS}
+        worst_peer = max(failed_from, key=lambda peer: failed_from[peer], default="")
         return LastMinute(
             seconds=round(seconds, 1),
             delivered=total.delivered,
@@ -337,7 +317,7 @@ class Samples:
             p99_s=total.quantile(0.99),
             failures=total.failures,
             worst_code=worst_code,
-            worst_peer=max(peers, key=lambda peer: peers[peer], default=""),
+            worst_peer=worst_peer if failed_from.get(worst_peer) else "",
             expired_leases=sum(slot.expired_leases for slot in slots),
             **present.gauges._asdict(),
         )
@@ -347,25 +327,23 @@ class Samples:
         minute = self.last_minute()
         slots = self._last_slots(seconds)
         by_number = {slot.number: slot.slot_row() for slot in slots}
-        first = self._minutes[-1].number - -(-seconds // MINUTE_S)
-        minutes = [minute for minute in self._minutes if minute.number >= first]
         return SampleReport(
             slots=[by_number.get(number) for number in range(slots[0].number, slots[-1].number + 1)],
             last_minute=minute,
             pairs=[
                 PairRow(source=source, sink=sink, **sums.row())  # type: ignore[arg-type]
-                for (source, sink), sums in _totals([minute.pairs for minute in minutes])
+                for (source, sink), sums in _totals([slot.pairs for slot in slots])
             ],
             peers=[
                 PeerRow(peer=peer, **sums.row())  # type: ignore[arg-type]
-                for (peer,), sums in _totals([minute.peers for minute in minutes])
+                for (peer,), sums in _totals([slot.peers for slot in slots])
             ],
         )
 
     def slowest_pulls(self) -> list[PullRecord]:
-        """Return the slowest delivered pulls of each of the last minutes, the slowest first."""
+        """Return the slowest delivered pulls of each slot, the slowest first."""
         self.tick()
-        slowest = [pull for minute in self._minutes for pull in minute.slowest]
+        slowest = [pull for slot in self._slots for pull in slot.slowest]
         return sorted(slowest, key=lambda pull: -pull.total_s)
 
     def _last_slots(self, seconds: int) -> list[_Slot]:

@@ -22,7 +22,7 @@ from kvxferd.telemetry.bounded_labels import (
 )
 from kvxferd.telemetry.history import MAX_BYTES, MAX_KEPT, MAX_RECORDS, History
 from kvxferd.telemetry.metrics import Metrics
-from kvxferd.telemetry.samples import MAX_KEYS, MAX_SLOWEST_A_MINUTE, RING_S, SLOT_S, Samples
+from kvxferd.telemetry.samples import MAX_KEYS, MAX_SLOWEST_A_SLOT, RING_S, SLOT_S, Samples
 from tests.support.node_samples import node_snapshot, pull_record
 
 
@@ -136,10 +136,9 @@ def test_ten_thousand_engines_and_peers_take_no_more_than_the_bounds() -> None:
     assert len(history.records()) <= MAX_RECORDS + MAX_KEPT
     assert sum(entry.size for entry in history._entries.all()) <= MAX_BYTES * 3 // 2
     assert len(samples._slots) <= RING_S // SLOT_S
-    assert all(len(slot.failed_from) <= MAX_KEYS for slot in samples._slots)
-    for minute in samples._minutes:
-        assert len(minute.pairs) == len(minute.peers) == MAX_KEYS + 1
-        assert len(minute.slowest) == MAX_SLOWEST_A_MINUTE
+    for slot in samples._slots:
+        assert len(slot.pairs) == len(slot.peers) == MAX_KEYS + 1
+        assert len(slot.slowest) == MAX_SLOWEST_A_SLOT
     text = metrics.render().decode()
     for kind in ("engine", "peer"):
         assert text.count(f"\nkvxferd_{kind}_served_bytes_total{{") <= MAX_NAMES + 1
