@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass, field
 
-from kvxferd.control.session_admission import PartialFrames
+from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.frame_socket import close_fds
 from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import SessionId
@@ -33,10 +33,9 @@ class WorkerConnection:
     delivery_fd: int = -1  # on which movers send Delivered themselves
     is_admitted: bool = False  # its registration or attachment was found valid
     has_memory: bool = False  # it was a registration: more descriptors may follow
-    partial_frames: PartialFrames = field(default_factory=PartialFrames)  # kept before it is admitted
     early_fds: FdBatchAssembly = field(default_factory=FdBatchAssembly)
     incomplete_register: Register | None = None  # waits for more descriptors
-    num_charged_fds: int = 0  # charged to its user's share
+    charged: dict[str, int] = field(default_factory=dict)  # to its user's shares, by name
     pending_fds: tuple[int, ...] = ()  # descriptors of the last Register or Resume
     registered_fds: tuple[int, ...] = ()  # of the current registration
     mover_socket: socket.socket | None = None  # to a resident mover, until it is detached
@@ -55,6 +54,13 @@ class WorkerConnection:
         self.close_pending()
         close_fds([*self.registered_fds, *own])
         self.registered_fds = ()
+
+    def charge(self, shares: FairShare, name: str, amount: int) -> bool:
+        """Count for the user what the session keeps now. False: it is more, and more than the user may."""
+        before = self.charged.get(name, 0)
+        shares.add(self.credentials.uid, amount - before)
+        self.charged[name] = amount
+        return amount <= before or shares.has_room(self.credentials.uid, 0)
 
     def close_pending(self) -> None:
         """Close the descriptors that do not belong to a committed registration."""

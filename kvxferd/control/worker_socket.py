@@ -18,13 +18,12 @@ import structlog
 
 from kvxferd.config import LimitsConfig, WorkerConfig
 from kvxferd.control.fd_budget import max_memory_fds_of
-from kvxferd.control.frame_fds import FrameFds
-from kvxferd.control.session_admission import SessionAdmission
 from kvxferd.control.session_fds import SessionFds
 from kvxferd.control.turns import MESSAGES_PER_TURN, Turns
 from kvxferd.control.worker_access import may_connect, rejection
 from kvxferd.control.worker_connection import WorkerConnection
 from kvxferd.core.events import Event, WorkerConnected, WorkerDisconnected, WorkerMessage
+from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.frame_socket import close_fds, new_read_buffer
 from kvxferd.frame_stream import FrameStream
@@ -43,6 +42,12 @@ log = structlog.get_logger()
 MAX_QUEUED_BYTES = 32 << 20
 # Replies to a hello and to a registration or two: all that a session gets before it is admitted.
 MAX_QUEUED_BYTES_UNADMITTED = 64 << 10
+# Of sessions that are not admitted: their registration or attachment was not found valid yet, and they only
+# have the socket's path. A `register` of 150 KiB arrives whole, so nearly nothing of it is ever kept; 32
+# sessions that each stop in the middle of the largest one are 32 MiB.
+MAX_PARTIAL_BYTES = 32 << 20
+# Descriptors of frames that are not complete or not handled yet: four full frames.
+MAX_PARTIAL_FDS = 4 * MAX_FDS_PER_FRAME
 BACKLOG = 128
 ACCEPT_RETRY_S = 0.2
 FAREWELL_S = 0.5  # how long a closed session may take to read why
@@ -68,8 +73,9 @@ class WorkerSocket:
         self._numbers = itertools.count(1)
         if max_memory_fds is None:
             max_memory_fds = max_memory_fds_of(LimitsConfig())
-        self._admission = SessionAdmission(max_memory_fds)
-        self._fds = SessionFds(self._admission.memory_fds)
+        self._fds = SessionFds(max_memory_fds)
+        self._partial_bytes = FairShare(MAX_PARTIAL_BYTES)
+        self._partial_fds = FairShare(MAX_PARTIAL_FDS)
         self._turns = turns or Turns()
         self._read_buffer = new_read_buffer()  # shared by all sessions: 256 buffers would be 64 MiB
 
@@ -194,13 +200,17 @@ class WorkerSocket:
         """Count what is kept for a session that is not admitted. False: too much; the session was ended."""
         if connection.is_ended:
             return False
-        kept = (0, 0) if connection.is_admitted else connection.stream.buffered
-        try:
-            self._admission.charge(connection.credentials.uid, connection.partial_frames, *kept)
-        except ProtocolError as error:
-            self._disconnect(connection, error)
-            return False
-        return True
+        num_bytes, num_fds = (0, 0) if connection.is_admitted else connection.stream.buffered
+        has_room = connection.charge(self._partial_bytes, "partial bytes", num_bytes)
+        if connection.charge(self._partial_fds, "partial descriptors", num_fds) and has_room:
+            return True
+        count_busy_refusal("unfinished_registrations")
+        text = (
+            "cannot take more of what has arrived: too many registrations of this user have begun and are "
+            "not whole; try again later"
+        )
+        self._disconnect(connection, ProtocolError(text, Code.BUSY))
+        return False
 
     def _on_worker_exit(self, connection: WorkerConnection) -> None:
         """Handle the worker's death. A process forked from it may hold the socket, but is not the worker."""
@@ -223,14 +233,14 @@ class WorkerSocket:
         return False
 
     def _handle_frame(self, connection: WorkerConnection, frame: Frame) -> None:
-        fds = FrameFds(frame.fds)
+        fds = list(frame.fds)  # those that no session owns yet
         try:
             self._handle_message(connection, frame.payload, fds)
         finally:
-            fds.close()
+            close_fds(fds)
 
-    def _handle_message(self, connection: WorkerConnection, payload: bytes, fds: FrameFds) -> None:
-        """Handle a message. Descriptors that it keeps are detached from `fds`."""
+    def _handle_message(self, connection: WorkerConnection, payload: bytes, fds: list[int]) -> None:
+        """Handle a message. Descriptors that it keeps are taken out of `fds`."""
         if connection.is_closing or connection.is_ended:
             return
         if connection.has_first_frame:
@@ -239,7 +249,8 @@ class WorkerSocket:
             message = decode_first_frame(payload)
             connection.has_first_frame = True
         problem = self._fds.assign(connection, message, fds)
-        fds.close()  # before the core handles the message
+        close_fds(fds)  # before the core handles the message
+        fds.clear()
         word = b""
         if isinstance(message, Publish) and connection.fence_page and 0 <= message.fence_slot < FENCE_SLOTS:
             word = connection.fence_page.read(message.fence_slot)
@@ -325,7 +336,8 @@ class WorkerSocket:
         del self._connections[connection.session]
         connection.close()
         self._fds.charge(connection)
-        self._admission.charge(connection.credentials.uid, connection.partial_frames, 0, 0)
+        connection.charge(self._partial_bytes, "partial bytes", 0)
+        connection.charge(self._partial_fds, "partial descriptors", 0)
 
     def commit_region_fds(self, session: SessionId) -> None:
         """Make the last descriptors those of the session's registration."""

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvxferd.control.frame_fds import FrameFds
-from kvxferd.control.registration_fds import check_registration, detach_mover_socket
+from kvxferd.control.session_fds import pop_mover_socket, take_mover_socket
 from kvxferd.core import events as ev
 from kvxferd.errors import EngineError
+from kvxferd.frame_socket import close_fds
 from kvxferd.ids import Incarnation, TransferId
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
@@ -98,7 +98,7 @@ async def admitted(socket_: Listening, memory: SealedMemory, num_descriptors: in
 @pytest.mark.usefixtures("all_is_closed_once")
 async def test_a_part_beyond_the_share_is_closed_once(socket_: Listening, memory: SealedMemory) -> None:
     connection = await admitted(socket_, memory, num_descriptors=4)
-    socket_.workers._admission.memory_fds.limit = 1  # the part is kept and counted, and then too much
+    socket_.workers._fds.shares.limit = 1  # the part is kept and counted, and then too much
     await socket_.say(connection, FdBatch(first=1), *[memory.fd] * 8)
 
 
@@ -140,43 +140,21 @@ def datagram_end() -> int:
 
 
 @pytest.mark.parametrize("make", [pipe_end, datagram_end])
-def test_a_descriptor_that_is_no_movers_socket_stays_the_callers(make) -> None:
-    last = make()
-    fds = FrameFds((last,))
-    with pytest.raises(EngineError):
-        detach_mover_socket(fds)
-    assert fds.fds == (last,)
-    assert is_open(last)
-    fds.close()
-    assert not is_open(last)
-
-
-@pytest.mark.parametrize("make", [pipe_end, datagram_end])
-def test_a_refused_resident_registration_has_open_descriptors_alone(memory: SealedMemory, make) -> None:
-    fds = FrameFds((os.dup(memory.fd), make()))
-    offer = check_registration(wk.Resume(request=1, incarnation="i", regions=(), placement="resident"), fds)
-    assert offer.mover_socket is None
-    assert offer.refusal is not None
-    assert len(fds) == 2
-    assert all(is_open(fd) for fd in fds.fds)
-    fds.close()
+def test_a_descriptor_that_is_no_movers_socket_stays_in_the_list(make) -> None:
+    fds = [pipe_end(), make()]
+    before = list(fds)
+    message = wk.Resume(request=1, incarnation=Incarnation("i"), regions=(), placement="resident")
+    with pytest.raises(EngineError, match="a Unix stream"):
+        take_mover_socket(message, fds)
+    assert fds == before
+    assert all(map(is_open, fds))
+    close_fds(fds)
 
 
 def test_a_movers_socket_is_taken_out() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        fds = FrameFds((pipe_end(), ours.detach()))
-        with detach_mover_socket(fds):
+        fds = [pipe_end(), ours.detach()]
+        with pop_mover_socket(fds):
             assert len(fds) == 1
-        fds.close()
-
-
-def test_what_is_taken_is_not_closed() -> None:
-    first, last, more = pipe_end(), pipe_end(), pipe_end()
-    fds = FrameFds((first, last))
-    fds.prepend((more,))
-    assert fds.detach_last() == last
-    assert fds.detach_all() == (more, first)
-    fds.close()
-    for fd in (first, last, more):
-        os.close(fd)
+        close_fds(fds)

@@ -72,9 +72,9 @@ from tests.support.early_checks import NoChecks
 going_on = threading.Event()
 take = ConnectionGuard._handle_monitor_event
 
-def slow(self, event, fd):
+def slow(self):
     going_on.wait()
-    take(self, event, fd)
+    return take(self)
 
 ConnectionGuard._handle_monitor_event = slow
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 import msgspec
 import pytest
 
-from kvxferd.control.session_admission import MAX_PARTIAL_BYTES, MAX_PARTIAL_FDS
 from kvxferd.control.turns import MESSAGES_PER_TURN
+from kvxferd.control.worker_socket import MAX_PARTIAL_BYTES, MAX_PARTIAL_FDS
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.frame_socket import FrameSocket
@@ -109,13 +109,13 @@ async def test_descriptors_behind_a_registration_come_once_it_is_admitted(
 
 
 async def test_a_user_may_not_hold_all_descriptors(socket_: Listening, memory: SealedMemory) -> None:
-    socket_.workers._admission.memory_fds.limit = 16
+    socket_.workers._fds.shares.limit = 16
     connection = await socket_.session()
     await socket_.register(connection, 15, memory.fd)
     said = await socket_.said(wk.Register)
     assert said.problem is not None
     assert said.problem.code is Code.BUSY
-    assert socket_.workers._admission.memory_fds.held == 0
+    assert socket_.workers._fds.shares.held == 0
 
 
 async def test_frames_that_are_not_whole_have_a_budget(socket_: Listening) -> None:
