@@ -1,4 +1,4 @@
-"""Removes secrets from what leaves a node: a support bundle, and command lines in the log.
+"""Removes secrets from what leaves a node: a support bundle, and requests in the log.
 
 What looks like a secret counts as one: a public key has the same 64 hex digits as a secret key. In its place
 stands a fingerprint, the same for the same key, so that the keys of two nodes can be compared.

@@ -11,7 +11,6 @@ from kvxferd.redaction import redact
 from kvxferd.telemetry.logs import operator_log
 from kvxferd.unix_socket import Credentials, credentials_of
 
-MAX_COMMAND_CHARS = 200
 MAX_ARGUMENTS_CHARS = 1000
 
 
@@ -26,14 +25,17 @@ def caller_of(request: web.Request) -> Credentials | None:
 
 async def log_operator_request(request: web.Request, caller: Credentials) -> None:
     """Log a request that may change the node, before it is handled."""
-    arguments = request.query_string or (await request.read()).decode(errors="replace")
+    text = redact(request.query_string or (await request.read()).decode(errors="replace"))
+    arguments = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    if len(arguments) > MAX_ARGUMENTS_CHARS:
+        arguments = arguments[: MAX_ARGUMENTS_CHARS - 3] + "..."
     operator_log.info(
         "operator request",
         request=f"{request.method} {request.path}",
-        arguments=_printable(arguments, MAX_ARGUMENTS_CHARS),
+        arguments=arguments,
         uid=caller.uid,
         pid=caller.pid,
-        command=command_of(caller.pid),
+        program=_program_of(caller.pid),
     )
 
 
@@ -45,26 +47,14 @@ def log_refused_request(request: web.Request, caller: Credentials) -> None:
         request=f"{request.method} {request.path}",
         uid=caller.uid,
         pid=caller.pid,
-        command=command_of(caller.pid),
+        program=_program_of(caller.pid),
     )
 
 
-def command_of(pid: int) -> str:
-    """Return the command line of a process as one printable line, without secrets; "": it cannot be read.
-
-    Another process may have its number by now, and a process chooses what it shows here: uid and pid are
-    the kernel's word, the command is a hint.
-    """
-    if pid <= 0:  # of a PID namespace that this one does not see
-        return ""
+def _program_of(pid: int) -> str:
+    """Return the name of a process's program as it gives it, a hint; "": it cannot be read."""
     try:
-        with Path(f"/proc/{pid}/cmdline").open("rb") as file:
-            text = file.read(4 * MAX_COMMAND_CHARS)
+        name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         return ""
-    return _printable(text.replace(b"\0", b" ").decode(errors="replace").strip(), MAX_COMMAND_CHARS)
-
-
-def _printable(text: str, max_chars: int) -> str:
-    plain = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in redact(text))
-    return plain if len(plain) <= max_chars else plain[: max_chars - 3] + "..."
+    return repr(name)[1:-1]  # printable

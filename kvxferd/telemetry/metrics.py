@@ -57,7 +57,6 @@ from kvxferd.telemetry.mover_usage import (
     MoverExit,
     MoverReading,
     MoverUsage,
-    MoverWaits,
 )
 from kvxferd.telemetry.warnings import WarningKind
 from kvxferd.ucx_log import REACHES
@@ -105,9 +104,7 @@ class Reading:
     is_ready: bool
     warnings: Mapping[WarningKind, int]
     movers: MoverReading
-    mover_cpu_s: float
-    mover_memory_bytes: int
-    mover_waits_s: float
+    mover_usage: MoverUsage
 
     @property
     def ranks(self) -> list[RankSnapshot]:
@@ -271,13 +268,14 @@ FAMILIES = (
     Family(COUNTER, "kvxferd_mover_exits", "Movers that ended, by why.", ("cause",), tuple(MoverExit),
            read=lambda at: at.movers.exits),
     Family(COUNTER, "kvxferd_mover_cpu_seconds",
-           "Processor time of all mover processes and their forkserver.", read=lambda at: at.mover_cpu_s),
+           "Processor time of all mover processes and their forkserver.",
+           read=lambda at: at.mover_usage.cpu_s),
     Family(COUNTER, "kvxferd_mover_wait_seconds",
            "For how long movers were ready to run, and the node gave them no processor; summed.",
-           read=lambda at: at.mover_waits_s),
+           read=lambda at: at.mover_usage.waited_s),
     Family(GAUGE, "kvxferd_mover_memory_bytes",
            "Resident memory of all mover processes and their forkserver, without that of engines and files.",
-           read=lambda at: at.mover_memory_bytes),
+           read=lambda at: at.mover_usage.memory_bytes),
 )
 # fmt: on
 
@@ -331,7 +329,7 @@ class Metrics:
         self._given_snapshot: NodeSnapshot | None = None  # for one `render`
         self._count_warnings, self._is_ready = count_warnings, is_ready
         self._movers = movers
-        self._mover_usage, self._mover_waits = MoverUsage(), MoverWaits()
+        self._mover_usage = MoverUsage()
         self._families: dict[str, Any] = {}
         # Prometheus' rate() does not count a series that first appears at 1. Kept here, because looking one
         # up in its family takes longer than counting.
@@ -419,15 +417,13 @@ class Metrics:
 
     def _read(self) -> Reading:
         movers = self._movers()
-        cpu_s, memory_bytes = self._mover_usage.update(movers.forkserver_pid, movers.pids)
+        self._mover_usage.update(movers.forkserver_pid, movers.pids)
         return Reading(
             node=self._given_snapshot or self._snapshot(),
             is_ready=self._is_ready(),
             warnings=self._count_warnings(),
             movers=movers,
-            mover_cpu_s=cpu_s,
-            mover_memory_bytes=memory_bytes,
-            mover_waits_s=self._mover_waits.update(movers.pids),
+            mover_usage=self._mover_usage,
         )
 
     def _record_pull(self, record: PullRecord) -> None:

@@ -47,13 +47,15 @@ class ProcessUsage(NamedTuple):
     cpu_s: float
     children_cpu_s: float  # of its children that it has waited for
     memory_bytes: int  # resident, without files and shared memory
+    waited_s: float = 0.0  # how long its first thread, a mover's loop, was ready without a processor
 
 
 def read_usage(pid: int, proc: Path = Path("/proc")) -> ProcessUsage | None:
-    """Return what a process has used; None where it is gone. Takes about 40 us."""
+    """Return what a process has used; None where it is gone. Takes about 60 us."""
     try:
         fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
         _, resident, shared, *_ = (proc / str(pid) / "statm").read_text().split()
+        waited_s = waited_s_of((proc / str(pid) / "schedstat").read_bytes())
     except (OSError, ValueError):
         return None
     ticks = [int(fields[index]) for index in (_UTIME, _STIME, _CUTIME, _CSTIME)]
@@ -61,60 +63,41 @@ def read_usage(pid: int, proc: Path = Path("/proc")) -> ProcessUsage | None:
         cpu_s=(ticks[0] + ticks[1]) / _TICKS_PER_S,
         children_cpu_s=(ticks[2] + ticks[3]) / _TICKS_PER_S,
         memory_bytes=max(0, int(resident) - int(shared)) * _PAGE_BYTES,
+        waited_s=waited_s or 0.0,
     )
 
 
 class MoverUsage:
-    """Sums what the movers use. The processor time never falls: that of dead movers stays in it.
+    """Sums what the movers use. Neither sum of times falls.
 
-    The forkserver waits for each mover, so the kernel adds a dead mover's time to that of the forkserver's
-    children. What was counted when a forkserver dies is kept here.
+    The forkserver waits for each mover, so the kernel adds a dead mover's processor time to that of the
+    forkserver's children; what was counted when a forkserver dies is kept here. What a mover waited for a
+    processor after the last reading goes with it.
     """
 
     def __init__(self, read: Callable[[int], ProcessUsage | None] = read_usage) -> None:
         self._read = read
         self._forkserver: int | None = None
         self._before_s = 0.0  # of earlier forkservers and their movers
-        self._cpu_s = 0.0
+        self._last_waits_s: dict[int, float] = {}  # by pid
+        self.cpu_s = 0.0  # since the daemon began
+        self.waited_s = 0.0
+        self.memory_bytes = 0  # now
 
-    def update(self, forkserver: int | None, pids: list[int]) -> tuple[float, int]:
-        """Return seconds of processor time since the daemon began, and bytes of memory now."""
+    def update(self, forkserver: int | None, pids: list[int]) -> None:
+        """Read what these processes use now."""
+        movers = {pid: usage for pid in pids if (usage := self._read(pid)) is not None}
+        before, self._last_waits_s = self._last_waits_s, {pid: of.waited_s for pid, of in movers.items()}
+        for pid, waited_s in self._last_waits_s.items():
+            # A pid that was used again begins anew.
+            self.waited_s += max(0.0, waited_s - before.get(pid, 0.0))
         if forkserver != self._forkserver:
-            self._before_s, self._forkserver = self._cpu_s, forkserver
+            self._before_s, self._forkserver = self.cpu_s, forkserver
         parent = self._read(forkserver) if forkserver is not None else None
         if parent is None:
-            return self._cpu_s, 0
-        movers = [usage for pid in pids if (usage := self._read(pid)) is not None]
-        now_s = parent.cpu_s + parent.children_cpu_s + sum(usage.cpu_s for usage in movers)
+            self.memory_bytes = 0
+            return
+        now_s = parent.cpu_s + parent.children_cpu_s + sum(usage.cpu_s for usage in movers.values())
         # A mover that is dead and not waited for yet is in neither for a moment.
-        self._cpu_s = max(self._cpu_s, self._before_s + now_s)
-        return self._cpu_s, parent.memory_bytes + sum(usage.memory_bytes for usage in movers)
-
-
-def read_waited_s(pid: int, proc: Path = Path("/proc")) -> float | None:
-    """Return for how long a process's first thread, a mover's loop, was ready without a processor.
-
-    None where it is gone, and where the kernel does not count.
-    """
-    try:
-        return waited_s_of((proc / str(pid) / "schedstat").read_bytes())
-    except OSError:
-        return None
-
-
-class MoverWaits:
-    """Sums the movers' waits for a processor. What one waited after the last reading goes with it."""
-
-    def __init__(self, read: Callable[[int], float | None] = read_waited_s) -> None:
-        self._read = read
-        self._last_s: dict[int, float] = {}  # by pid
-        self._total_s = 0.0
-
-    def update(self, pids: list[int]) -> float:
-        """Return the seconds since the daemon began, over all movers."""
-        before = self._last_s
-        self._last_s = {pid: waited_s for pid in pids if (waited_s := self._read(pid)) is not None}
-        for pid, waited_s in self._last_s.items():
-            # A pid that was used again begins anew.
-            self._total_s += max(0.0, waited_s - before.get(pid, 0.0))
-        return self._total_s
+        self.cpu_s = max(self.cpu_s, self._before_s + now_s)
+        self.memory_bytes = parent.memory_bytes + sum(usage.memory_bytes for usage in movers.values())

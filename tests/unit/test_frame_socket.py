@@ -72,19 +72,6 @@ def test_small_frames_that_wait_take_little_more_than_their_bytes(
     assert left.unsent_bytes == 0
 
 
-def test_duplicates_outlive_the_originals(ends: tuple[FrameSocket, FrameSocket]) -> None:
-    left, right = ends
-    reader, writer = os.pipe()
-    known = identity(reader)
-    left.send(b"x", dup_fds((reader,)))
-    os.close(reader)
-    os.close(writer)
-    left.flush()
-    ((_, (received,)),) = right.receive()
-    assert identity(received) == known
-    os.close(received)
-
-
 def test_as_many_descriptors_as_the_kernel_carries(ends: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = ends
     fds = [os.memfd_create(f"{n}") for n in range(MAX_FDS_PER_FRAME)]
@@ -96,24 +83,6 @@ def test_as_many_descriptors_as_the_kernel_carries(ends: tuple[FrameSocket, Fram
         left.send(b"one more", dup_fds((*fds, fds[0])))
     for fd in (*fds, *frames[0].fds):
         os.close(fd)
-
-
-def test_the_end_is_told_after_the_last_frame(ends: tuple[FrameSocket, FrameSocket]) -> None:
-    left, right = ends
-    left.send(b"last")
-    left.flush()
-    left.close()
-    assert [frame.payload for frame in right.receive()] == [b"last"]
-    assert right.receive() is None
-
-
-def test_a_peer_that_is_gone_is_found_out_by_receiving(ends: tuple[FrameSocket, FrameSocket]) -> None:
-    left, right = ends
-    right.close()
-    left.send(b"anyone?")
-    left.flush()
-    assert left.is_flushed
-    assert left.receive() is None
 
 
 def test_nothing_leaks_when_a_stream_is_closed_half_way() -> None:
@@ -175,18 +144,6 @@ def test_frames_that_no_correct_sender_sends(sent: bytes) -> None:
         stream.receive()
     stream.close()
     raw.close()
-
-
-def test_many_small_frames_arrive_in_order(ends: tuple[FrameSocket, FrameSocket]) -> None:
-    left, right = ends
-    sent = [bytes([n % 256]) for n in range(5000)]
-    for payload in sent:
-        left.send(payload)
-    got: list[bytes] = []
-    while len(got) < len(sent):
-        left.flush()
-        got += [frame.payload for frame in right.receive()]
-    assert got == sent
 
 
 def test_a_closed_link_has_ended_though_a_forked_process_holds_its_socket(

@@ -129,12 +129,6 @@ async def test_a_living_daemons_socket_is_left_to_it(tmp_path: Path) -> None:
             assert reply.status == 200
 
 
-async def test_tcp_may_be_off(tmp_path: Path) -> None:
-    config = config_in(tmp_path, bind="")
-    async with serving(config, StillNode()) as server:
-        assert server.tcp_address is None
-
-
 async def test_an_address_that_is_taken_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = config_in(tmp_path, bind=f"127.0.0.1:{taken.getsockname()[1]}")

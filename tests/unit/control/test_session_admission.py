@@ -260,16 +260,6 @@ def test_one_that_takes_long_ends_the_turn(pair: tuple[socket.socket, FrameSocke
     assert link.has_buffered_frames
 
 
-def test_the_end_comes_after_all_that_was_sent(pair: tuple[socket.socket, FrameSocket]) -> None:
-    theirs, link = pair
-    theirs.sendall(b"".join(encode_frame(b"x") for _ in range(NUM)))
-    theirs.close()
-    taken = list[Frame]()
-    while link.handle_some(taken.append, MESSAGES_PER_TURN, not_over) is not None:
-        pass
-    assert len(taken) == NUM
-
-
 def test_frames_that_nobody_takes_are_closed(pair: tuple[socket.socket, FrameSocket]) -> None:
     theirs, link = pair
     read, write = os.pipe()

@@ -11,18 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from kvxferd.config import Config, LoadedConfig, MoverConfig, WorkerConfig
-from kvxferd.control.effect_runner import EffectRunner
+from kvxferd.config import MoverConfig, WorkerConfig
 from kvxferd.control.mover_assignment import MoverAssignment
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.watched_socket import WatchedSocket
 from kvxferd.control.worker_socket import WorkerSocket
-from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.effects import RequestMover
 from kvxferd.core.events import Event, MoverUnavailable
 from kvxferd.core.node import Node
-from kvxferd.daemon import Daemon
 from kvxferd.errors import Code
 from kvxferd.ids import BootId, Endpoint, SessionId
 from kvxferd.wire.limits import MAX_FRAME_BYTES
@@ -128,54 +125,6 @@ async def test_without_descriptors_it_waits_and_does_not_spin(workers):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert isinstance(await next_of(workers.received), ev.WorkerConnected)
     assert workers.num_accepts <= 3
-
-
-class FailingNode:
-    """A core with a bug: it raises at some events, and asks for effects that cannot be done."""
-
-    pulls = ()
-
-    def __init__(self) -> None:
-        self.fed: list[ev.Event] = []
-        self.context = self
-
-    def feed(self, event: ev.Event, now: float) -> list[fx.Effect]:
-        self.fed.append(event)
-        if isinstance(event, ev.DrainRequested):
-            raise KeyError("a bug")
-        return self.take_effects()
-
-    def pop_effects(self) -> list[fx.Effect]:
-        return [fx.SendToWorker(SessionId(1), None), fx.OverwriteFenceWord(SessionId(1), 7)]
-
-    def next_deadline(self) -> float | None:
-        return None
-
-
-class Overwritten:
-    def __init__(self) -> None:
-        self.slots: list[int] = []
-
-    def overwrite_fence_word(self, session: SessionId, slot: int) -> None:
-        self.slots.append(slot)
-
-    def send(self, *args: object) -> None:
-        raise OSError("no descriptors")
-
-    def set_busy(self, busy: bool) -> None:
-        pass
-
-
-async def test_what_fails_keeps_nothing_else_from_being_done():
-    daemon = Daemon(LoadedConfig(Config()))
-    daemon._node = FailingNode()
-    daemon._movers = shell = Overwritten()
-    daemon._effects = EffectRunner(shell, *[None] * 5, daemon._on_event)
-    daemon._on_event(ev.Tick())
-    daemon._on_event(ev.DrainRequested())
-    daemon._on_event(ev.Tick())
-    assert len(daemon._node.fed) == 3
-    assert shell.slots == [7, 7, 7]
 
 
 # --- A resident mover where the node's movers have another backend: refused, and nothing of it is kept

@@ -111,15 +111,6 @@ def test_a_stop_of_an_hour_leaves_one_slot() -> None:
     assert report.last_minute.failed == 0
 
 
-def test_slots_are_kept_for_15_minutes() -> None:
-    node = Node()
-    for _ in range(100):
-        node.run(SLOT_S)
-        node.samples.add(record())
-    assert [slot.delivered for slot in node.slots()] == [1] * (RING_S // SLOT_S)
-    assert len(node.slots(60)) == 6
-
-
 def test_the_last_minute_names_the_commonest_code() -> None:
     node = Node()
     for second in range(119):
@@ -150,14 +141,6 @@ def test_the_first_minute_is_shorter() -> None:
     assert node.samples.last_minute().seconds == 2.0
     assert node.samples.last_minute().pulled_bytes_per_s == 250.0
     assert Node().samples.last_minute().pulled_bytes_per_s == 0.0
-
-
-def test_what_a_reader_sees_is_of_now() -> None:
-    node = Node()
-    node.gauges = Gauges(running_pulls=4, oldest_pull_s=1.5, warnings=1)
-    node.samples.add(failed())
-    found = node.samples.last_minute()
-    assert (found.failed, found.running_pulls, found.oldest_pull_s, found.warnings) == (1, 4, 1.5, 1)
 
 
 def test_pairs_beyond_the_table_are_counted_together() -> None:
