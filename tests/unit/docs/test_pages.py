@@ -260,10 +260,10 @@ def test_bytes_of_a_token() -> None:
     for row in rows:
         model, of_token, of_rank, rate, time = (cell.strip(" `") for cell in row.split("|"))
         found = bytes_of(model, 4)
-        (for_rank,) = {rank["bytes_per_1000_tokens"] for rank in found["ranks"]}
-        assert int(of_token.replace(",", "")) * 1000 == found["bytes_per_1000_tokens"], model
+        (for_rank,) = {rank["num_bytes"] for rank in found["ranks"]}
+        assert int(of_token.replace(",", "")) * 1000 == found["num_bytes"], model
         assert int(of_rank.replace(",", "")) * 1000 == for_rank, model
-        assert rate == f"{10_000 * found['bytes_per_1000_tokens'] / 1000 / 1e9:.2f} GB/s"
-        assert time == f"{sum(read['predicted_ms'] for read in found['ranks'][0]['reads']):.1f} ms"
-    at_tp_8 = bytes_of("deepseek-v3", 8)["bytes_per_1000_tokens"] // 1000
+        assert rate == f"{10_000 * found['num_bytes'] / 1000 / 1e9:.2f} GB/s"
+        assert time == f"{1000 * found['ranks'][0]['predicted_s']:.1f} ms"
+    at_tp_8 = bytes_of("deepseek-v3", 8)["num_bytes"] // 1000
     assert f"at TP 8 a token costs {at_tp_8:,} bytes" in TEXT
