@@ -44,7 +44,7 @@ The engine's side of the contract:
 * A process that forks does so before `connect`: a child that inherits the socket keeps the
   registration alive.
 
-It needs msgspec and the standard library alone. `kvxferd.client.aio` awaits its events with asyncio.
+It needs msgspec and the standard library alone. `kvxferd.client.aio` has its events for asyncio.
 """
 
 from kvxferd.client.client import Client, connect

@@ -8,13 +8,12 @@ from types import TracebackType
 
 from kvxferd import __version__
 from kvxferd.client.arguments import check_name
-from kvxferd.client.blocking import error_from_refusal, wait_for_reply, wait_for_welcome
 from kvxferd.client.connection import Connection
 from kvxferd.client.memory_export import Regions, export_memory
 from kvxferd.client.mover_watch import LaunchMover
 from kvxferd.client.rank import Publisher, RankHandle
 from kvxferd.client.registration import PublisherRole, RankRole, SessionRole, validated
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineId, Generation
 from kvxferd.layout import EngineSpec, RankLayout
 
@@ -39,7 +38,7 @@ def connect(path: str | os.PathLike[str], *, timeout_s: float = 10.0, name: str 
     connection = Connection(Path(path), label)
     try:
         with connection.lock:
-            wait_for_welcome(connection, timeout_s)
+            connection.wait_welcomed(timeout_s)
     except BaseException:
         connection.close()
         raise
@@ -88,14 +87,12 @@ class Client:
             raise
         return RankHandle(self._connection, engine, layout)
 
-    def attach(self, engine_id: str, generation: str | None = None, timeout_s: float = 30.0) -> Publisher:
+    def attach(self, engine_id: str, generation: str, timeout_s: float = 30.0) -> Publisher:
         """Become a publisher without memory: an engine's scheduler. Blocks until the daemon has accepted.
 
         Args:
             engine_id: the engine, as its ranks register it.
-            generation: the engine's present generation, the same as its ranks'. None: the newest one whose
-                ranks are registered with this daemon (`Publisher.generation`). Refused where no rank is
-                (`engine-unknown`).
+            generation: the engine's present generation, the same as its ranks'.
             timeout_s: seconds to wait for the daemon's reply.
 
         Raises:
@@ -104,9 +101,7 @@ class Client:
         """
         role = PublisherRole(
             EngineId(check_name(engine_id, "an engine id", Code.RANK_INVALID)),
-            Generation(
-                "" if generation is None else check_name(generation, "a generation", Code.RANK_INVALID)
-            ),
+            Generation(check_name(generation, "a generation", Code.RANK_INVALID)),
         )
         self._register(role, timeout_s)
         return Publisher(self._connection)
@@ -117,13 +112,13 @@ class Client:
             connection.session.register(role, launch)
             connection.wake()
             try:
-                refusal = wait_for_reply(connection, f"register {role}", timeout_s)
+                connection.wait_replied(f"register {role}", timeout_s)
+            except EngineError:  # refused
+                raise
             except KvxferdError:
                 connection.session.registration.give_up()
                 connection.request_disconnect()  # a late reply must not register anything
                 raise
-            if refusal is not None:
-                raise error_from_refusal(refusal)
 
     def close(self) -> None:
         """Close the connection, and with it the rank or publisher that it became; see `Publisher.close`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import random
@@ -19,6 +20,7 @@ from kvxferd.client.events import Event, EventQueue
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.mover_watch import MoverWatch, wait_all_quiesced
 from kvxferd.client.session import PERMANENT_REFUSALS, ClientSession
+from kvxferd.client.session_requests import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.frame_socket import FrameSocket, close_fds, dup_fds
 from kvxferd.ids import Ticket
@@ -40,6 +42,8 @@ DIRECT_BYTES = 32 << 10
 BUSY_S = 5.0
 BUSY_POLL_S = 1.0
 MAX_PAUSE_S = 3600.0
+# Errors that end by themselves: the daemon is not there yet, or its backlog is full.
+_TRANSIENT_ERRNOS = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN, errno.EINTR})
 STABLE_S = 2.0  # a connection that lasted this long resets the backoff
 
 
@@ -135,9 +139,69 @@ class Connection:
         self._disconnect_requested, self._disconnect_reason = True, (code, why)
         self.wake()
 
-    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Return whether `ready` became true within `timeout_s`. With the lock held."""
-        return self.state_changed.wait_for(ready, timeout_s)
+    def wait_welcomed(self, timeout_s: float) -> None:
+        """Return once a daemon has welcomed the session. Raises KvxferdError. With the lock held."""
+        session = self.session
+
+        def is_decided() -> bool:
+            is_over = session.close_reason is not None or _is_permanent(self.connect_error)
+            return is_over or session.state is SessionState.CONNECTED
+
+        self.state_changed.wait_for(is_decided, timeout_s)
+        if session.state is SessionState.CONNECTED:
+            return
+        self._raise_if_closed()
+        where, error = f"cannot reach kvxferd at {self.path}", self.connect_error
+        if isinstance(error, PermissionError):
+            raise KvxferdError(
+                f"{where}: permission denied; join the group that owns the socket", Code.NOT_ALLOWED
+            )
+        if error is not None and _is_permanent(error):
+            raise KvxferdError(f"{where}: {error}", Code.DAEMON_LOST)
+        if error is not None:
+            raise KvxferdError(
+                f"{where} within {timeout_s:g} s: {error.strerror}; start `kvxferd serve` on this node, or "
+                "mount the folder of its socket here",
+                Code.DAEMON_LOST,
+            )
+        raise KvxferdError(
+            f"{where} within {timeout_s:g} s: it took the connection and does not greet; look at its log",
+            Code.DEADLINE,
+        )
+
+    def wait_replied(self, what: str, timeout_s: float) -> None:
+        """Return once the daemon has accepted the request. With the lock held.
+
+        Raises EngineError as the daemon refused, with its code, message and `retry_after_s`; KvxferdError
+        without a reply.
+        """
+        session, registration = self.session, self.session.registration
+
+        def is_decided() -> bool:
+            is_over = session.close_reason is not None or session.state is SessionState.READY
+            return is_over or registration.reply_refusal is not None
+
+        self.state_changed.wait_for(is_decided, timeout_s)
+        registration.caller_waits = False
+        if (refusal := registration.reply_refusal) is not None:
+            raise EngineError(refusal.message, refusal.code, retry_after_s=refusal.retry_after_s)
+        if session.state is SessionState.READY:
+            return
+        self._raise_if_closed()
+        if session.state is SessionState.DISCONNECTED:
+            raise KvxferdError(
+                f"cannot {what} within {timeout_s:g} s: the daemon at {self.path} has gone; start it again",
+                Code.DAEMON_LOST,
+            )
+        raise KvxferdError(
+            f"cannot {what} within {timeout_s:g} s: the daemon has not answered; look at its log, or wait "
+            "longer",
+            Code.DEADLINE,
+        )
+
+    def _raise_if_closed(self) -> None:
+        if (final := self.session.close_reason) is not None:
+            raise KvxferdError(final.message, final.code)
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancel a pull, from any thread."""
@@ -301,14 +365,13 @@ class Connection:
 
     def _handle_frame(self, frame: Frame) -> None:
         fds = deque(frame.fds)  # those without an owner yet
+        page: FencePage | None = None
         try:
             message = DAEMON_MESSAGES.decode(frame.payload)
             self._check_num_fds(message, len(fds))
             if self.session.carries_fence_page(message):
                 page = self._map_fence_page(fds[0])
                 os.close(fds.popleft())
-                with self.lock:
-                    self.session.offer_fence_page(page)
             # The pidfd first: the session may only use movers that are watched.
             while fds:
                 self._watch_mover(fds[0])
@@ -319,8 +382,10 @@ class Connection:
         with self.lock:
             self._receive_deliveries()
             if not self._disconnect_requested:
-                self.session.handle(message, time.monotonic())
+                self.session.handle(message, time.monotonic(), page)
                 self._watch_resident_movers()  # before the session's next message is sent
+            elif page is not None:
+                page.close()
 
     def _check_num_fds(self, message: worker.DaemonMessage, num_fds: int) -> None:
         carries_one = isinstance(message, worker.MoverOffered) or self.session.carries_fence_page(message)
@@ -436,6 +501,10 @@ class DeliverySocketPair:
         """Close both ends. Idempotent."""
         self._read_end.close()
         self._write_end.close()
+
+
+def _is_permanent(error: OSError | None) -> bool:
+    return error is not None and error.errno not in _TRANSIENT_ERRNOS
 
 
 def _connect_unix(path: Path) -> socket.socket:

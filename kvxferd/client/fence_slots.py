@@ -47,34 +47,22 @@ class FenceSlots:
         """`random_bytes` returns so many bytes that nobody can predict."""
         self._random_bytes = random_bytes
         self._current_page: FencePageLike | None = None  # None: no daemon has accepted the session yet
-        self._offered_page: FencePageLike | None = None
         self._free = deque(range(num_slots))
         self._words: dict[int, bytes] = {}  # the word that was written, by slot
         self._num_slots = num_slots
-
-    def offer_page(self, page: FencePageLike) -> None:
-        """Keep the page that the present connection's daemon has made, for the next `switch_page`."""
-        self.discard_offered_page()
-        self._offered_page = page
-
-    def discard_offered_page(self) -> None:
-        """Close the offered page: the connection ended before the session was registered on it."""
-        if self._offered_page is not None:
-            self._offered_page.close()
-            self._offered_page = None
 
     @property
     def _page(self) -> FencePageLike:
         assert self._current_page is not None, "a session publishes once it is registered"
         return self._current_page
 
-    def switch_page(self) -> None:
-        """Switch to the offered page; every acquired slot gets a fresh word.
+    def switch_page(self, page: FencePageLike) -> None:
+        """Switch to another page; every acquired slot gets a fresh word.
 
         First the old page's words are overwritten: from then on no read that an earlier daemon
         granted counts as delivered, whichever mover still serves that page.
         """
-        old, self._current_page, self._offered_page = self._current_page, self._offered_page, None
+        old, self._current_page = self._current_page, page
         if old is None:
             return
         for slot in self._words:
@@ -84,8 +72,7 @@ class FenceSlots:
         old.close()
 
     def close(self) -> None:
-        """Unmap every page. No slot may be acquired after that."""
-        self.discard_offered_page()
+        """Unmap the page. No slot may be acquired after that."""
         if self._current_page is not None:
             self._current_page.close()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
-from kvxferd.client.pulls import ClientPull, ClientPullPhase, ClientPulls
+from kvxferd.client.pulls import ClientPull, ClientPulls
 from kvxferd.errors import BusyError
 from kvxferd.layout import num_id_bytes
 from kvxferd.wire import worker
@@ -19,9 +19,6 @@ from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
 
 # 2 * MAX_LIVE_PULLS of client/pulls.py; a daemon this far behind does not read its socket.
 MAX_QUEUED = 1 << 17
-# Ended pulls are dropped when they may be a quarter of a queue that is at least this long: an engine whose
-# pulls end while there is no daemon would else keep some 1 KB of each, and get no room for others.
-MIN_PRUNED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ Request = worker.PullRequest | worker.Publish | worker.Ready  # those with block
 # one that has ended meanwhile is skipped.
 QueuedItem = Message | ClientPull | ClientPublish
 # Items that the next daemon must receive; all other messages follow from the session's state.
-_SENT_AFTER_RECONNECT = (ClientPull, worker.Prepare, worker.Abandon)
+_SENT_AFTER_RECONNECT = (worker.Prepare, worker.Abandon)
 
 
 class Outbox:
@@ -48,7 +45,6 @@ class Outbox:
         self._publishes = publishes
         self._first: deque[Outgoing] = deque()
         self._queue: deque[QueuedItem] = deque()
-        self._num_ended_before = 0  # pulls that had ended unsent when the queue was pruned last
         self._stream = 0
 
     def queue_first(self, message: Message, fds: tuple[int, ...] = ()) -> None:
@@ -58,24 +54,12 @@ class Outbox:
 
     def check_room(self, what: str) -> None:
         """Raise BusyError when the daemon is too far behind to queue more."""
-        self._prune()
         if len(self._queue) >= MAX_QUEUED:
             raise BusyError(f"cannot {what}: {MAX_QUEUED} messages wait for a daemon to take them", 1.0)
 
     def queue(self, item: QueuedItem) -> None:
         """Queue an item, which is sent while the session is READY, in the order queued."""
-        self._prune()
         self._queue.append(item)
-
-    def _prune(self) -> None:
-        """Drop ended pulls where there may be enough of them: a walk costs each at most four items, once."""
-        num_ended = self._pulls.num_ended_unsent - self._num_ended_before
-        if len(self._queue) >= MIN_PRUNED and 4 * num_ended >= len(self._queue):
-            self._drop_ended()
-
-    def _drop_ended(self) -> None:
-        self._queue = deque(item for item in self._queue if not _is_ended(item))
-        self._num_ended_before = self._pulls.num_ended_unsent
 
     def has_one_short_item(self, most_bytes: int) -> bool:
         """Return whether exactly one item waits, with at most `most_bytes` of block ids."""
@@ -96,7 +80,6 @@ class Outbox:
         """Drop what was for the connection that has ended; keep what the next daemon must receive."""
         self._first.clear()
         self._queue = deque(item for item in self._queue if isinstance(item, _SENT_AFTER_RECONNECT))
-        self._drop_ended()
 
     def clear(self) -> None:
         """Drop everything."""
@@ -127,7 +110,3 @@ class Outbox:
         if parts:
             request = msgspec.structs.replace(request, blocks=rest, stream=self._stream)
         return [*map(Outgoing, parts), Outgoing(request)]
-
-
-def _is_ended(item: QueuedItem) -> bool:
-    return isinstance(item, ClientPull) and item.phase is ClientPullPhase.ENDED

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvxferd.client.events import Emit
-from kvxferd.client.fence_slots import FenceSlots
+from kvxferd.client.fence_slots import FencePageLike, FenceSlots
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, TransferId
 from kvxferd.layout import BlocksByGroup, append_ids
@@ -173,7 +173,6 @@ class ClientPublishes:
 
     def connection_lost(self) -> None:
         """Release what was withdrawn, because the daemon is gone; the rest waits for the next daemon."""
-        self._fence.discard_offered_page()
         self._retry_at.clear()
         for transfer_id in [t for t, p in self._live.items() if p.withdrawn]:
             self.release_locally(transfer_id, Code.UNPUBLISHED)
@@ -192,7 +191,7 @@ class ClientPublishes:
         if len(self._ready) > MAX_READY_RECORDS:
             self._ready.popitem(last=False)
 
-    def switch_fence_page(self) -> None:
+    def switch_fence_page(self, page: FencePageLike) -> None:
         """Move the words to the page that the new daemon reads, before anything is sent.
 
         A transfer that an earlier daemon released is over here too. That daemon overwrote the word before
@@ -201,7 +200,7 @@ class ClientPublishes:
         """
         for transfer_id in [t for t, p in self._live.items() if self._fence.is_overwritten(p.slot)]:
             self.release_locally(transfer_id, Code.RELEASED)
-        self._fence.switch_page()
+        self._fence.switch_page(page)
 
     def replay(self, now: float, lease_s: float) -> list[ClientPublish | worker.Ready]:
         """Return the transfers to publish again, and behind them each `Ready` to send again.

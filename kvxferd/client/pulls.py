@@ -114,6 +114,7 @@ class ClientPull:
     message: str = ""
     retry_after_s: float = 0.0
     progressive: bool = False
+    awaits_gpu: bool = False  # its blocks are still in use: no daemon receives it
 
 
 class ClientPulls:
@@ -125,7 +126,6 @@ class ClientPulls:
         self._timers: list[tuple[float, Ticket]] = []
         self._next_number = 1
         self.max_hold_s = 0.0  # for which the daemon has a progressive pull wait until all is ready
-        self.num_ended_unsent = 0  # pulls that ended before they were sent; the outbox may still hold them
         self._delivered_by_mover: deque[Ticket] = deque(maxlen=MAX_DELIVERED_BY_MOVER)
 
     def __len__(self) -> int:
@@ -172,6 +172,10 @@ class ClientPulls:
             deadline_s=deadline_s,
             progressive=pull.progressive,
         )
+
+    def replay(self) -> list[ClientPull]:
+        """Return the pulls that were never sent, and may be."""
+        return [p for p in self._live.values() if p.phase is ClientPullPhase.QUEUED and not p.awaits_gpu]
 
     def cancel(self, number: Ticket) -> bool:
         """Return whether `Cancel` must be sent; a pull that was never sent fails at once."""
@@ -314,13 +318,11 @@ class ClientPulls:
                 f"pull {pull.ticket.number} cannot take {signal.name} while {pull.phase.name}",
                 Code.OUT_OF_PLACE,
             )
-        was_queued = pull.phase is ClientPullPhase.QUEUED
         pull.phase, event = move
         if pull.phase in (ClientPullPhase.ENDED, ClientPullPhase.IN_DOUBT):
             pull.timer_at = None
         if pull.phase is ClientPullPhase.ENDED:
             del self._live[pull.ticket.number]
-            self.num_ended_unsent += was_queued
         self._emit_event(pull, event, delivered)
         if pull.phase is ClientPullPhase.ENDED:
             pull.blocks = {}  # the outbox may still hold the pull, and must not keep its ids alive

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from kvxferd.client.arguments import as_int, as_seconds, check_name, pack_blocks
-from kvxferd.client.blocking import error_from_refusal, wait_for_reply
 from kvxferd.client.connection import Connection
 from kvxferd.client.events import Event, PullTicket
 from kvxferd.client.gpu_events import Completion, unfinished
@@ -380,6 +379,4 @@ class RankHandle(Publisher):
                 why = f"cannot start a resident mover: {error.strerror}"
                 connection.request_disconnect(why=why)
             connection.wake()
-            refusal = wait_for_reply(connection, f"resume {self._session.registration.role}", timeout_s)
-            if refusal is not None:
-                raise error_from_refusal(refusal)
+            connection.wait_replied(f"resume {self._session.registration.role}", timeout_s)

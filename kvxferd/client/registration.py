@@ -54,10 +54,10 @@ class PublisherRole:
     """The session is an engine's scheduler: it publishes, and has no memory."""
 
     engine_id: EngineId
-    generation: Generation  # "": the newest, until the daemon has named it
+    generation: Generation
 
     def __str__(self) -> str:
-        return f"publisher of {self.engine_id}@{self.generation or 'the newest generation'}"
+        return f"publisher of {self.engine_id}@{self.generation}"
 
 
 SessionRole = RankRole | PublisherRole
@@ -152,7 +152,7 @@ class Registration:
 
     def build_fd_batches(self, request: int) -> list[Outgoing]:
         """Return the descriptors that a registration announced and did not carry."""
-        self._check_request_number(request)
+        self.check_request_number(request)
         unsent, self._unsent_fds = self._unsent_fds, ()
         if not unsent:
             return []
@@ -179,14 +179,7 @@ class Registration:
 
     def handle_accepted(self, message: worker.Registered, epoch: int) -> None:
         """Record that the daemon has accepted the request. Raises ProtocolError for a wrong reply."""
-        self._check_request_number(message.request)
-        if isinstance(self.role, PublisherRole) and not self.role.generation:
-            if not message.generation:
-                raise ProtocolError(
-                    f"the daemon accepted a {self.role} and did not name the generation", Code.OUT_OF_PLACE
-                )
-            # A daemon that this session reconnects to must not bind it to a later start of the engine.
-            self.role = replace(self.role, generation=message.generation)
+        self.check_request_number(message.request)
         self.close_daemon_ends()
         self.was_registered, self.caller_waits, self._registered_epoch = True, False, epoch
         if isinstance(self.role, RankRole):
@@ -201,7 +194,7 @@ class Registration:
 
         If one does, a first registration drops its role, and a later one leaves the memory suspended.
         """
-        self._check_request_number(message.request)
+        self.check_request_number(message.request)
         self._mapped_epochs.discard(epoch)
         self.close_and_stop_movers()
         if not self.caller_waits:
@@ -331,7 +324,8 @@ class Registration:
             self._unsent_fds = ()
             exports.close()
 
-    def _check_request_number(self, request: int) -> None:
+    def check_request_number(self, request: int) -> None:
+        """Raise ProtocolError for a reply to another request than the last."""
         if request != self._request:
             raise ProtocolError(
                 f"the daemon replied to request {request} where {self._request} was sent", Code.OUT_OF_PLACE

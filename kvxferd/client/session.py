@@ -79,7 +79,6 @@ class ClientSession(SessionRequests):
         `random_bytes` returns so many bytes that nobody can predict: nonces are made of them.
         """
         super().__init__(fence, emit, random_bytes)
-        self._fence = fence
         self._emit = emit
         self._name = name
         self._delivery_fd = delivery_fd
@@ -236,15 +235,23 @@ class ClientSession(SessionRequests):
     # --- messages of the daemon
 
     def carries_fence_page(self, message: worker.DaemonMessage) -> bool:
-        """Return whether the message carries the session's fence page, which is offered before `handle`."""
+        """Return whether the message carries the session's fence page."""
         return isinstance(message, worker.Registered) and self.registration.expects_fence_page
 
-    def offer_fence_page(self, page: FencePageLike) -> None:
-        """Keep the page that came with the message that is handled next."""
-        self._fence.offer_page(page)
+    def handle(self, message: worker.DaemonMessage, now: float, page: FencePageLike | None = None) -> None:
+        """Handle a message. Raises KvxferdError when the connection must end; its code tells why.
 
-    def handle(self, message: worker.DaemonMessage, now: float) -> None:
-        """Handle a message. Raises KvxferdError when the connection must end; its code tells why."""
+        `page`: where the message carries a fence page. It is the session's then, or closed.
+        """
+        if page is not None:
+            assert isinstance(message, worker.Registered)
+            try:
+                self._require_state(SessionState.REGISTERING, message)
+                self.registration.check_request_number(message.request)
+            except ProtocolError:
+                page.close()
+                raise
+            self._publishes.switch_fence_page(page)
         match message:
             case worker.Welcome():
                 self._handle_welcome(message, now)
@@ -332,15 +339,13 @@ class ClientSession(SessionRequests):
     def _handle_registered(self, message: worker.Registered, now: float) -> None:
         self._require_state(SessionState.REGISTERING, message)
         self.registration.handle_accepted(message, self.epoch)
-        if self.registration.expects_fence_page:
-            self._publishes.switch_fence_page()
         self.state, self._reply_deadline = SessionState.READY, None
         self._endpoint = Endpoint(message.endpoint)
         if self.registration.memory_state is MemoryState.SUSPENDING:
             self._publishes.release_all_locally(Code.SUSPENDED)
             self._outbox.queue(worker.Suspend())
             return
-        self._outbox.replay(self._publishes.replay(now, self._lease_s))
+        self._outbox.replay([*self._publishes.replay(now, self._lease_s), *self._pulls.replay()])
 
     def _handle_refused(self, message: worker.Refused) -> None:
         self._require_state(SessionState.REGISTERING, message)

@@ -11,7 +11,7 @@ from kvxferd.client.gpu_events import Completion, PendingCompletions
 from kvxferd.client.incarnations import KnownIncarnations
 from kvxferd.client.outbox import Outbox
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
-from kvxferd.client.pulls import ClientPulls
+from kvxferd.client.pulls import ClientPull, ClientPulls
 from kvxferd.client.registration import MemoryState, RankRole, Registration
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint, EngineKey, Incarnation, Ticket, TransferId
@@ -221,13 +221,20 @@ class SessionRequests:
         self._check_not_suspended(f"pull {ref.transfer_id}")
         pull = self._pulls.add(ref, blocks, num_tokens, deadline, cancel)
         pull.progressive = progressive
-        if after is None:
-            self._outbox.queue(pull)
-        else:
+        if after is not None:
+            pull.awaits_gpu = True
             self._pending_completions.add(
-                after, lambda: self._outbox.queue(pull), lambda why: self._pulls.gpu_failed(pull, why)
+                after, lambda: self._pull_may_write(pull), lambda why: self._pulls.gpu_failed(pull, why)
             )
+        elif self.state is SessionState.READY:  # else it is sent with the replay
+            self._outbox.queue(pull)
         return pull.ticket
+
+    def _pull_may_write(self, pull: ClientPull) -> None:
+        """Queue a pull whose blocks are free now."""
+        pull.awaits_gpu = False
+        if self.state is SessionState.READY:
+            self._outbox.queue(pull)
 
     def cancel(self, ticket: Ticket) -> None:
         """End a pull early."""

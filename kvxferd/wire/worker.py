@@ -70,7 +70,7 @@ class Attach(Message, frozen=True):
 
     request: int
     engine_id: EngineId
-    generation: Generation  # "": the newest whose ranks are registered, which `Registered` names
+    generation: Generation
 
 
 class Publish(Message, frozen=True):
@@ -206,7 +206,6 @@ class Registered(Message, frozen=True):
 
     request: int
     endpoint: str  # of the engine's home, for references
-    generation: Annotated[Generation, NAME] = Generation("")  # in the reply to an `Attach` that named none
 
 
 class FdsRequest(Message, frozen=True):

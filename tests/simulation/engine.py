@@ -465,13 +465,7 @@ class Worker:
             return False
         try:
             if self.spec is None:
-                is_newest = self.engine.life > 0 and self.world.rng.random() < 0.3
-                named = None if is_newest else self.generation
-                self.handle = connected.attach(self.engine.shape.name, named, timeout_s=5.0)
-                if self.handle.generation != self.generation:  # its ranks are not there yet
-                    connected.close()
-                    self.handle = None
-                    return False
+                self.handle = connected.attach(self.engine.shape.name, self.generation, timeout_s=5.0)
             else:
                 self.store = self.store or self._new_store()
                 self.handle = self._register_rank(connected, self.spec, self.store)

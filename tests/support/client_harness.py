@@ -50,8 +50,7 @@ REF = TransferRef(
 def slots_on(page: FencePageLike) -> FenceSlots:
     """Fence slots of a session that is registered with that page."""
     slots = FenceSlots()
-    slots.offer_page(page)
-    slots.switch_page()
+    slots.switch_page(page)
     return slots
 
 

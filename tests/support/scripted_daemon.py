@@ -11,7 +11,6 @@ from collections import deque
 from pathlib import Path
 from typing import TypeVar
 
-from kvxferd.ids import Generation
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire import worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
@@ -134,10 +133,9 @@ class DaemonSide:
         self.say_registered(register.request, endpoint)
         return register
 
-    def say_registered(self, request: int, endpoint: str = ENDPOINT, generation: str = "") -> None:
+    def say_registered(self, request: int, endpoint: str = ENDPOINT) -> None:
         """Reply to `Register` or `Attach`, with the fence page."""
-        named = Generation(generation)
-        self.say(worker.Registered(request=request, endpoint=endpoint, generation=named), self.page.fd)
+        self.say(worker.Registered(request=request, endpoint=endpoint), self.page.fd)
 
     def accept_resume(self, request: int, mover: Mover) -> None:
         """Reply to `Resume`: another mover, and no other fence page."""

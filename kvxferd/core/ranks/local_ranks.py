@@ -27,7 +27,7 @@ from kvxferd.core.ranks.registration_checks import (
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.errors import Code, EngineError, ProtocolError
-from kvxferd.ids import EngineId, EngineKey, Generation, MoverId
+from kvxferd.ids import EngineKey, MoverId
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import MeasuredPlacement, Refusal
 from kvxferd.wire.mover import Bind, Bound, DevicePlacement, ReadWay
@@ -52,7 +52,6 @@ from kvxferd.wire.worker import (
 OFFER_TIMEOUT_S = 10.0
 MAX_UNACKNOWLEDGED = 3
 OFFER_RETRY_S = 0.5  # after which an offer is sent again, where the daemon had no descriptor for the pidfd
-ATTACH_RETRY_S = 0.5  # ranks that this daemon has lost are back within two seconds
 REBIND_AFTER_S = 0.5  # movers that die at once, again and again, must not keep the node busy
 
 
@@ -176,32 +175,12 @@ class LocalRanks:
         rank.request = message.request  # the reply that is due answers this request
 
     def attach(self, session: Session, message: Attach) -> Registered:
-        """Let the session publish for an engine, of the newest generation here where it names none.
-
-        Return the reply. Raises EngineError: refused.
-        """
-        names = (message.engine_id, message.generation)
-        check_names("attach", *(names if message.generation else names[:1]))
+        """Let the session publish for an engine. Return the reply. Raises EngineError: refused."""
+        check_names("attach", message.engine_id, message.generation)
         self._checks.check_owner(session, message.engine_id)
         self._checks.check_publisher(session, message.engine_id)
-        session.attached = EngineKey(*names) if message.generation else self._newest(message.engine_id)
-        return Registered(
-            request=message.request,
-            endpoint=self._context.endpoint,
-            generation=Generation("") if message.generation else session.attached.generation,
-        )
-
-    def _newest(self, engine_id: EngineId) -> EngineKey:
-        """Return the engine's newest generation. Raises EngineError (engine-unknown): no local rank of it."""
-        newest = self._registry.newest(engine_id)
-        if newest is None or not self._registry.has_local_rank(engine_id):
-            raise EngineError(
-                f"cannot attach to the newest generation of engine {engine_id}: no rank of it is registered "
-                "here; register its ranks first, or name the generation",
-                Code.ENGINE_UNKNOWN,
-                retry_after_s=ATTACH_RETRY_S,
-            )
-        return newest
+        session.attached = EngineKey(message.engine_id, message.generation)
+        return Registered(request=message.request, endpoint=self._context.endpoint)
 
     # --- the mover is bound
 

@@ -8,103 +8,105 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-# Functions and methods, with the names of their parameters that are relied on.
+from kvxferd.integrations.sglang import hooks
+
+# Functions and methods by their module, with the names of their parameters that are relied on.
 CALLED = {
-    "sglang.srt.arg_groups.choices:add_disagg_transfer_backend_choices": (),
-    "sglang.srt.disaggregation.base.conn:KVPoll.Success": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVManager.__init__": (
-        "args",
-        "disaggregation_mode",
-        "server_args",
-        "is_mla_backend",
-    ),
-    "sglang.srt.disaggregation.common.conn:CommonKVManager._resolve_rank_mapping": ("info",),
-    "sglang.srt.disaggregation.common.conn:CommonKVManager._start_heartbeat_checker_thread": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVManager.build_receiver_metadata_message": (
-        "bootstrap_room",
-    ),
-    "sglang.srt.disaggregation.common.conn:CommonKVManager.is_abort_release_safe": (
-        "bootstrap_room",
-        "required_acks",
-    ),
-    "sglang.srt.disaggregation.common.conn:CommonKVManager.record_failure": (
-        "bootstrap_room",
-        "failure_reason",
-    ),
-    "sglang.srt.disaggregation.common.conn:CommonKVManager.register_to_bootstrap": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVManager.update_status": ("bootstrap_room", "status"),
-    "sglang.srt.disaggregation.common.conn:CommonKVSender.__init__": (
-        "mgr",
-        "bootstrap_addr",
-        "bootstrap_room",
-        "req_has_disagg_prefill_dp_rank",
-    ),
-    "sglang.srt.disaggregation.common.conn:CommonKVSender._prepare_send_indices": ("kv_indices",),
-    "sglang.srt.disaggregation.common.conn:CommonKVSender._record_transfer_indices": (
-        "kv_indices",
-        "state_indices",
-    ),
-    "sglang.srt.disaggregation.common.conn:CommonKVSender.abort": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVSender.clear": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVSender.failure_exception": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVSender.init": ("num_kv_indices", "aux_index"),
-    "sglang.srt.disaggregation.common.conn:CommonKVSender.poll": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVSender.poll_pp_consensus": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVSender.send": ("kv_indices", "state_indices"),
-    "sglang.srt.disaggregation.common.conn:CommonKVReceiver.__init__": (
-        "mgr",
-        "bootstrap_addr",
-        "bootstrap_room",
-    ),
-    "sglang.srt.disaggregation.common.conn:CommonKVReceiver._get_bootstrap_info_from_server": (
-        "prefill_dp_rank",
-    ),
-    "sglang.srt.disaggregation.common.conn:CommonKVReceiver._register_kv_args": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVReceiver._send_abort_notification": ("force_arm",),
-    "sglang.srt.disaggregation.common.conn:CommonKVReceiver._setup_bootstrap_infos": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVReceiver.invalidate_cached_bootstrap_infos": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVReceiver.poll": (),
-    "sglang.srt.disaggregation.common.conn:CommonKVReceiver.send_metadata": (
-        "kv_indices",
-        "aux_index",
-        "state_indices",
-        "decode_prefix_len",
-    ),
-    "sglang.srt.disaggregation.common.conn:CommonKVBootstrapServer._setup_routes": (),
-    "sglang.srt.disaggregation.utils:KVClassType.MANAGER": (),
-    "sglang.srt.runtime_context:get_disagg": (),
-    "sglang.srt.runtime_context:get_parallel": (),
-    "sglang.srt.runtime_context:get_serving": (),
+    "sglang.srt.arg_groups.choices": {"add_disagg_transfer_backend_choices": ()},
+    "sglang.srt.disaggregation.base.conn": {"KVPoll.Success": ()},
+    "sglang.srt.disaggregation.common.conn": {
+        "CommonKVManager.__init__": ("args", "disaggregation_mode", "server_args", "is_mla_backend"),
+        "CommonKVManager._resolve_rank_mapping": ("info",),
+        "CommonKVManager._start_heartbeat_checker_thread": (),
+        "CommonKVManager.build_receiver_metadata_message": ("bootstrap_room",),
+        "CommonKVManager.is_abort_release_safe": ("bootstrap_room", "required_acks"),
+        "CommonKVManager.record_failure": ("bootstrap_room", "failure_reason"),
+        "CommonKVManager.register_to_bootstrap": (),
+        "CommonKVManager.update_status": ("bootstrap_room", "status"),
+        "CommonKVSender.__init__": (
+            "mgr",
+            "bootstrap_addr",
+            "bootstrap_room",
+            "req_has_disagg_prefill_dp_rank",
+        ),
+        "CommonKVSender._prepare_send_indices": ("kv_indices",),
+        "CommonKVSender._record_transfer_indices": ("kv_indices", "state_indices"),
+        "CommonKVSender.abort": (),
+        "CommonKVSender.clear": (),
+        "CommonKVSender.failure_exception": (),
+        "CommonKVSender.init": ("num_kv_indices", "aux_index"),
+        "CommonKVSender.poll": (),
+        "CommonKVSender.poll_pp_consensus": (),
+        "CommonKVSender.send": ("kv_indices", "state_indices"),
+        "CommonKVReceiver.__init__": ("mgr", "bootstrap_addr", "bootstrap_room"),
+        "CommonKVReceiver._get_bootstrap_info_from_server": ("prefill_dp_rank",),
+        "CommonKVReceiver._register_kv_args": (),
+        "CommonKVReceiver._send_abort_notification": ("force_arm",),
+        "CommonKVReceiver._setup_bootstrap_infos": (),
+        "CommonKVReceiver.invalidate_cached_bootstrap_infos": (),
+        "CommonKVReceiver.poll": (),
+        "CommonKVReceiver.send_metadata": (
+            "kv_indices",
+            "aux_index",
+            "state_indices",
+            "decode_prefix_len",
+        ),
+        "CommonKVBootstrapServer._setup_routes": (),
+    },
+    "sglang.srt.disaggregation.utils": {"KVClassType.MANAGER": ()},
+    "sglang.srt.runtime_context": {"get_disagg": (), "get_parallel": (), "get_serving": ()},
 }
-# Places where a hook stands.
-HOOKED = {
-    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": ("self",),
-    "sglang.srt.disaggregation.decode.DecodePreallocQueue.hold_rebootstrap": ("self", "req"),
-    "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__": ("self",),
-    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager": ("self",),
-    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped": ("self",),
-    "sglang.srt.disaggregation.prefill.maybe_release_metadata_buffer": ("req", "allocator"),
-    "sglang.srt.disaggregation.utils.MetadataBuffers.__init__": ("self",),
-    "sglang.srt.disaggregation.utils.get_kv_class": ("transfer_backend", "class_type"),
-    "sglang.srt.managers.scheduler.Scheduler.is_fully_idle": ("self",),
-    "sglang.srt.mem_cache.common.release_kv_cache": ("req", "tree_cache", "checkpoint"),
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": ("self",),
-    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers": ("self",),
-}
+
+
+class Hook(NamedTuple):
+    """A function of `hooks`, and where it stands."""
+
+    module: str
+    path: str
+    call: Any
+    kind: str  # of SGLang's `HookType`
+    parameters: tuple[str, ...] = ("self",)
+
+
+_DECODE, _PREFILL = "sglang.srt.disaggregation.decode", "sglang.srt.disaggregation.prefill"
+_UTILS, _POOLS = "sglang.srt.disaggregation.utils", "sglang.srt.mem_cache.memory_pool"
+HOOKS = (
+    Hook(_UTILS, "get_kv_class", hooks.choose_class, "AROUND", ("transfer_backend", "class_type")),
+    Hook(_PREFILL, "PrefillBootstrapQueue._init_kv_manager", hooks.make_manager, "AROUND"),
+    Hook(_DECODE, "DecodePreallocQueue._init_kv_manager", hooks.make_manager, "AROUND"),
+    Hook(_UTILS, "MetadataBuffers.__init__", hooks.share_rows, "AFTER"),
+    Hook(_POOLS, "MHATokenToKVPool._create_buffers_normal", hooks.share_keys_and_values, "AFTER"),
+    Hook(_POOLS, "MLATokenToKVPool._create_buffers", hooks.share_latents, "AFTER"),
+    Hook(_DECODE, "DecodeTransferQueue.__init__", hooks.keep_while_in_doubt, "AFTER"),
+    Hook(_DECODE, "DecodePreallocQueue.hold_rebootstrap", hooks.take_next_room, "BEFORE", ("self", "req")),
+    Hook(
+        "sglang.srt.mem_cache.common",
+        "release_kv_cache",
+        hooks.release_kv_cache,
+        "AROUND",
+        ("req", "tree_cache", "checkpoint"),
+    ),
+    Hook(
+        _PREFILL,
+        "maybe_release_metadata_buffer",
+        hooks.maybe_release_metadata_buffer,
+        "AROUND",
+        ("req", "allocator"),
+    ),
+    Hook(_PREFILL, "PrefillBootstrapQueue.pop_bootstrapped", hooks.give_back_held, "AROUND"),
+    Hook("sglang.srt.managers.scheduler", "Scheduler.is_fully_idle", hooks.is_fully_idle, "AFTER"),
+)
 
 
 def missing() -> Iterator[str]:
     """Yield each name that this SGLang has not, or has with other parameters."""
-    for place, parameters in CALLED.items():
-        module, _, path = place.partition(":")
-        yield from _missing(module, path, parameters)
-    for place, parameters in HOOKED.items():
-        parts = place.split(".")
-        split = next(
-            number for number, part in enumerate(parts) if part[0].isupper() or number == len(parts) - 1
-        )
-        yield from _missing(".".join(parts[:split]), ".".join(parts[split:]), parameters)
+    for module, names in CALLED.items():
+        for path, parameters in names.items():
+            yield from _missing(module, path, parameters)
+    for hook in HOOKS:
+        yield from _missing(hook.module, hook.path, hook.parameters)
 
 
 def _missing(module: str, path: str, parameters: tuple[str, ...]) -> Iterator[str]:

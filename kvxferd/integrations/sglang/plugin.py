@@ -26,46 +26,8 @@ def register() -> None:
     if hooks.BACKEND not in TransferBackend._value2member_map_:
         _add_member(TransferBackend)
         add_disagg_transfer_backend_choices([hooks.BACKEND])
-    disaggregation, mem_cache = "sglang.srt.disaggregation", "sglang.srt.mem_cache"
-    for place, hook, kind in (
-        (f"{disaggregation}.utils.get_kv_class", hooks.choose_class, HookType.AROUND),
-        (
-            f"{disaggregation}.prefill.PrefillBootstrapQueue._init_kv_manager",
-            hooks.make_manager,
-            HookType.AROUND,
-        ),
-        (
-            f"{disaggregation}.decode.DecodePreallocQueue._init_kv_manager",
-            hooks.make_manager,
-            HookType.AROUND,
-        ),
-        (f"{disaggregation}.utils.MetadataBuffers.__init__", hooks.share_rows, HookType.AFTER),
-        (
-            f"{mem_cache}.memory_pool.MHATokenToKVPool._create_buffers_normal",
-            hooks.share_keys_and_values,
-            HookType.AFTER,
-        ),
-        (f"{mem_cache}.memory_pool.MLATokenToKVPool._create_buffers", hooks.share_latents, HookType.AFTER),
-        (f"{disaggregation}.decode.DecodeTransferQueue.__init__", hooks.keep_while_in_doubt, HookType.AFTER),
-        (
-            f"{disaggregation}.decode.DecodePreallocQueue.hold_rebootstrap",
-            hooks.take_next_room,
-            HookType.BEFORE,
-        ),
-        (f"{mem_cache}.common.release_kv_cache", hooks.release_kv_cache, HookType.AROUND),
-        (
-            f"{disaggregation}.prefill.maybe_release_metadata_buffer",
-            hooks.maybe_release_metadata_buffer,
-            HookType.AROUND,
-        ),
-        (
-            f"{disaggregation}.prefill.PrefillBootstrapQueue.pop_bootstrapped",
-            hooks.give_back_held,
-            HookType.AROUND,
-        ),
-        ("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", hooks.is_fully_idle, HookType.AFTER),
-    ):
-        HookRegistry.register(place, hook, kind)
+    for hook in contract.HOOKS:
+        HookRegistry.register(f"{hook.module}.{hook.path}", hook.call, HookType[hook.kind])
 
 
 def check_version(found: str) -> None:

@@ -489,13 +489,13 @@ class Host(SimNode):
             self._lose(process, KvxferdError("the daemon closed the connection", Code.DAEMON_LOST))
             return
         message, page, pidfd_of = entry
-        if page is not None and process.client.carries_fence_page(message):
-            process.client.offer_fence_page(page)
+        if not process.client.carries_fence_page(message):
+            page = None
         if pidfd_of in self.movers and self.movers[pidfd_of].alive:
             process.watched.setdefault(process.client.epoch, set()).add(pidfd_of)
             self.watched.add(pidfd_of)
         try:
-            process.client.handle(message, self.clock)
+            process.client.handle(message, self.clock, page)
         except KvxferdError as error:
             self._drop(process, error)
 

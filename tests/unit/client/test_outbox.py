@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from array import array
 
-import pytest
-
-from kvxferd.client import BlockList, Event, Failed, PublishRefused, Released, TransferRef, outbox
+from kvxferd.client import BlockList, Event, Failed, PublishRefused, Released, TransferRef
 from kvxferd.client.arguments import pack_blocks
-from kvxferd.client.outbox import MIN_PRUNED, Outbox
+from kvxferd.client.outbox import Outbox
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import MIN_STALE_TIMERS, ClientPull, ClientPullPhase, ClientPulls
-from kvxferd.errors import BusyError, Code
+from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineId, Generation, GroupName, TransferId
 from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.wire import worker
@@ -110,28 +108,14 @@ def test_an_item_that_has_ended_keeps_no_block_ids_alive() -> None:
     assert list(failed.blocks["full"].ids) == [1, 2]  # the event has them
 
 
-def test_pulls_that_end_while_there_is_no_daemon_leave_the_queue() -> None:
+def test_pulls_that_were_never_sent_are_sent_to_the_next_daemon() -> None:
     queue = Queue()
-    kept = queue.pull(deadline=30.0)
-    for _ in range(4 * MIN_PRUNED):
-        queue.pulls.cancel(queue.pull(deadline=30.0).ticket.number)
-    assert len(queue.outbox._queue) <= MIN_PRUNED
+    kept, held = queue.pull(deadline=30.0), queue.pull(deadline=30.0)
+    held.awaits_gpu = True
+    queue.pulls.cancel(queue.pull(deadline=30.0).ticket.number)
     queue.outbox.connection_lost()
-    assert list(queue.outbox._queue) == [kept]
-
-
-def test_a_full_queue_has_room_again_once_a_quarter_of_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MAX_QUEUED", 4 * MIN_PRUNED)
-    queue = Queue()
-    pulls = [queue.pull(deadline=30.0) for _ in range(MIN_PRUNED)]
-    for _ in range(3 * MIN_PRUNED):  # these never end
-        queue.outbox.queue(worker.Prepare(ref=REF))
-    with pytest.raises(BusyError):
-        queue.outbox.check_room("pull")
-    for pull in pulls:
-        queue.pulls.cancel(pull.ticket.number)
-    queue.outbox.check_room("pull")
-    assert len(queue.outbox._queue) == 3 * MIN_PRUNED
+    assert queue.sent(now=1.0) == []
+    assert queue.pulls.replay() == [kept]
 
 
 def test_timers_of_ended_pulls_do_not_wait_for_their_deadline() -> None:

@@ -233,34 +233,6 @@ def test_a_publisher_without_memory_publishes(stage: Stage) -> None:
     wait_until(lambda: not scheduler.is_connected, "closed")
 
 
-def test_a_publisher_of_the_newest_generation_stays_with_the_one_that_the_daemon_named(stage: Stage) -> None:
-    client = stage.client()
-    attaching = stage.calling(client.attach, "prefill-0")
-    attach = stage.side.expect(worker.Attach)
-    assert attach.generation == ""
-    stage.side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
-    stage.side.say_registered(attach.request, generation="g7")
-    scheduler = attaching.result()
-    assert scheduler.generation == "g7"
-    assert scheduler.publish("req-1", {"any": BlockList(ids=[1])}, num_tokens=16).generation == "g7"
-    stage.daemon.restart()
-    again = stage.daemon.accept()
-    again.greet()
-    assert again.expect(worker.Attach).generation == "g7"
-
-
-def test_a_reply_without_the_generation_that_was_asked_for_ends_the_connection(stage: Stage) -> None:
-    client = stage.client()
-    attaching = stage.calling(client.attach, "prefill-0")
-    stage.side.say_registered(stage.side.expect(worker.Attach).request)
-    again = stage.daemon.accept()
-    again.greet()
-    attach = again.expect(worker.Attach)
-    assert attach.generation == ""
-    again.say_registered(attach.request, generation="g8")
-    assert attaching.result().generation == "g8"
-
-
 # --- A publish carries the incarnations that its session knew when the engine called it
 
 

@@ -257,8 +257,8 @@ def test_a_daemon_that_does_not_reply_to_a_registration_after_a_reconnect_is_giv
     _, register = [session.pop_outgoing(0.0) for _ in range(2)]
     assert register is not None
     assert isinstance(register.message, worker.Register)
-    session.offer_fence_page(page)
-    session.handle(worker.Registered(request=register.message.request, endpoint=Endpoint("tcp://n:1")), 0.1)
+    registered = worker.Registered(request=register.message.request, endpoint=Endpoint("tcp://n:1"))
+    session.handle(registered, 0.1, page)
     session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
     session.connection_made(0.3)
     session.handle(
@@ -301,8 +301,8 @@ def test_suspended_waits_for_the_reply_to_a_registration_that_is_under_way() -> 
             session.resume(exports())
         assert e.value.code is Code.OUT_OF_PLACE
 
-        session.offer_fence_page(page)
-        session.handle(worker.Registered(request=sent[1].message.request, endpoint="tcp://n:1"), 0.2)
+        registered = worker.Registered(request=sent[1].message.request, endpoint="tcp://n:1")
+        session.handle(registered, 0.2, page)
         outgoing = session.pop_outgoing(0.2)
         assert outgoing is not None
         assert isinstance(outgoing.message, worker.Suspend)

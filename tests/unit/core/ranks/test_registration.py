@@ -12,7 +12,7 @@ from kvxferd.core import events as ev
 from kvxferd.core.limits.table import ARRIVING_ID_BYTES
 from kvxferd.core.worker_requests import MAX_PREPARED
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, EngineKey, MoverId
+from kvxferd.ids import AgentName, MoverId
 from kvxferd.layout import PackedBlocks
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
@@ -455,28 +455,3 @@ def test_an_attach_with_a_name_that_is_no_name_is_refused_and_keeps_nothing(worl
     assert worker.host.node.sessions[worker.session].attached is None
     worker.say(wk.Attach(request=4, engine_id="e" * 256, generation="g" * 256))
     assert [m.request for m in worker.received(wk.Registered)] == [4]
-
-
-def test_an_attach_that_names_no_generation_is_of_the_newest(world):
-    host = world.host("p")
-    for generation in ("g1", "g2"):
-        world.register(host, spec_of("e", generation=generation))
-    scheduler, named = world.connect(host), world.connect(host)
-    scheduler.say(wk.Attach(request=7, engine_id="e", generation=""))
-    assert [(m.request, m.generation) for m in scheduler.received(wk.Registered)] == [(7, "g2")]
-    assert host.node.sessions[scheduler.session].attached == EngineKey("e", "g2")
-    named.say(wk.Attach(request=7, engine_id="e", generation="g1"))
-    assert [m.generation for m in named.received(wk.Registered)] == [""]
-
-
-def test_an_attach_that_names_no_generation_needs_a_rank_of_this_node(world):
-    host = world.host("p")
-    scheduler = world.connect(host)
-    scheduler.say(wk.Attach(request=7, engine_id="e", generation=""))
-    refused = scheduler.received(wk.Refused)
-    assert [(m.request, m.code) for m in refused] == [(7, Code.ENGINE_UNKNOWN)]
-    assert refused[0].retry_after_s > 0
-    assert host.node.sessions[scheduler.session].attached is None
-    world.register(host, spec_of("e"))
-    scheduler.say(wk.Attach(request=8, engine_id="e", generation=""))
-    assert [m.request for m in scheduler.received(wk.Registered)] == [8]
