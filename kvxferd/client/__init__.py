@@ -49,7 +49,6 @@ It needs msgspec and the standard library alone. `kvxferd.client.aio` has its ev
 
 from kvxferd.client.client import Client, connect
 from kvxferd.client.events import Delivered, Disconnected, Event, Failed, PullTicket, Quiesced
-from kvxferd.client.memory_export import Region
 from kvxferd.client.rank import Publisher, RankHandle
 from kvxferd.client.refs import make_ref
 from kvxferd.layout import BlockList
@@ -68,7 +67,6 @@ __all__ = [
     "PullTicket",
     "Quiesced",
     "RankHandle",
-    "Region",
     "Released",
     "Suspended",
     "TransferRef",

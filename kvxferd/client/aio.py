@@ -29,11 +29,10 @@ async def events(session: Publisher) -> AsyncIterator[Event]:
     """
     loop = asyncio.get_running_loop()
     while True:
-        readable = loop.create_future()
-        fd = session.fileno()
-        loop.add_reader(fd, lambda future=readable: future.done() or future.set_result(None))
+        readable, fd = asyncio.Event(), session.fileno()
+        loop.add_reader(fd, readable.set)
         try:
-            await readable
+            await readable.wait()
         finally:
             loop.remove_reader(fd)
         for event in session.poll():

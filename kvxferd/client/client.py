@@ -65,8 +65,9 @@ class Client:
             engine: the engine and this rank's place in it. All ranks of an engine give the same
                 generation, chosen by the first and new at each start.
             layout: how the rank's KV cache lies in its regions; `kvxferd.layout.presets` builds one.
-            regions: the memory of each region of the layout: a mapping from region id to memory, or a
-                list of `Region` where several lie in one memory.
+            regions: the memory of each region of the layout, by its id: a `kvxferd.memory.SealedMemory`
+                or another sealed memfd, a `DeviceMemory` of a GPU, a `ResidentMemory`, which only this
+                process can reach, or what `kvxferd.memory.share` returned, with an offset in one of these.
             timeout_s: seconds to wait for the daemon's reply.
             launch: starts movers inside this process, for memory that no other process can map;
                 `kvxferd.resident.register` passes it.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 from kvxferd.errors import Code, DeviceError, EngineError
 from kvxferd.frame_socket import close_fds
 from kvxferd.ids import Incarnation, RegionId
-from kvxferd.layout import RankLayout
+from kvxferd.layout import RankLayout, RegionSpec
 from kvxferd.memory import SharedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver import AddressRange
@@ -34,24 +33,17 @@ class MemfdMemory(Protocol):
 Memory = MemfdMemory | DeviceMemory | ResidentMemory
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """One region of the layout, and where it lies in the engine's memory.
+# The memory of each region, by the region's id in the layout, which also has its size.
+Regions = Mapping[RegionId, Memory | SharedMemory] | Mapping[str, Memory | SharedMemory]
 
-    Attributes:
-        region: the region's id in the layout, which also gives its size.
-        memory: a `kvxferd.memory.SealedMemory` or another sealed memfd, a `DeviceMemory` of a GPU, or a
-            `ResidentMemory`, which only this process can reach.
-        offset: bytes from the start of `memory`.
-    """
+
+class _Place(NamedTuple):
+    """Where a region lies."""
 
     region: RegionId
+    size_bytes: int
     memory: Memory
-    offset: int = 0
-
-
-RegionMemory = Memory | SharedMemory
-Regions = Mapping[RegionId, RegionMemory] | Mapping[str, RegionMemory] | Iterable[Region]
+    offset: int  # bytes from the start of `memory`
 
 
 class MemoryExport:
@@ -85,14 +77,14 @@ class FdTable:
     allocations that they share.
     """
 
-    def __init__(self, sized: Iterable[tuple[Region, int]]) -> None:
-        """Collect the memories of regions and their sizes in bytes. Raises EngineError for too many."""
+    def __init__(self, places: Iterable[_Place]) -> None:
+        """Collect the memories. Raises EngineError for too many."""
         self._memfds: dict[int, int] = {}  # the engine's descriptor: position
         found: dict[tuple[str, AddressRange], DeviceMemory] = {}
-        for region, size_bytes in sized:
-            memory = region.memory
+        for place in places:
+            memory = place.memory
             if isinstance(memory, DeviceMemory):
-                under = memory.allocations_under(region.offset, size_bytes)
+                under = memory.allocations_under(place.offset, place.size_bytes)
                 found.update({(memory.device, allocation): memory for allocation in under})
             elif not isinstance(memory, ResidentMemory):
                 self._memfds.setdefault(memory.fd, len(self._memfds))
@@ -107,22 +99,20 @@ class FdTable:
                 Code.REGION_INVALID,
             )
 
-    def describe(self, region: Region, size_bytes: int) -> RegionExport:
+    def describe(self, place: _Place) -> RegionExport:
         """Return where a region lies in the descriptors."""
-        memory = region.memory
+        region, size_bytes, memory, offset = place
         if isinstance(memory, ResidentMemory):
-            address = memory.address + region.offset
-            return RegionExport(
-                region.region, size_bytes, kind="resident", device=memory.device, address=address
-            )
+            address = memory.address + offset
+            return RegionExport(region, size_bytes, kind="resident", device=memory.device, address=address)
         if not isinstance(memory, DeviceMemory):
-            return RegionExport(region.region, size_bytes, self._memfds[memory.fd], region.offset)
-        under = memory.allocations_under(region.offset, size_bytes)
+            return RegionExport(region, size_bytes, self._memfds[memory.fd], offset)
+        under = memory.allocations_under(offset, size_bytes)
         return RegionExport(
-            region.region,
+            region,
             size_bytes,
             self._positions[memory.device, under[0]],
-            memory.address + region.offset - under[0].base,
+            memory.address + offset - under[0].base,
             kind="vmm",
             device=memory.device,
             pieces=tuple(allocation.size_bytes for allocation in under),
@@ -151,57 +141,36 @@ def export_memory(layout: RankLayout, regions: Regions) -> MemoryExport:
 
     Regions in the same memory share descriptors.
     """
-    listed = _by_region_id(regions)
-    _check_names(layout, listed)
-    sized = [(listed[spec.region], spec.size_bytes) for spec in layout.regions]
-    for region, size_bytes in sized:
-        _check_bounds(region, size_bytes)
-    sources = FdTable(sized)
+    by_id = {RegionId(name): memory for name, memory in regions.items()}
+    _check_names(layout, by_id)
+    places = [_place_of(spec, by_id[spec.region]) for spec in layout.regions]
+    sources = FdTable(places)
     owners = tuple(
-        owner
-        for region, _ in sized
-        if isinstance(region.memory, ResidentMemory)
-        for owner in region.memory.owners
+        owner for place in places if isinstance(place.memory, ResidentMemory) for owner in place.memory.owners
     )
-    return MemoryExport(tuple(sources.describe(*region) for region in sized), sources.open_fds(), owners)
+    return MemoryExport(tuple(map(sources.describe, places)), sources.open_fds(), owners)
 
 
-def _by_region_id(regions: Regions) -> dict[RegionId, Region]:
-    if isinstance(regions, Mapping):
-        return {RegionId(name): _region_of(RegionId(name), memory) for name, memory in regions.items()}
-    listed: dict[RegionId, Region] = {}
-    for region in regions:
-        if region.region in listed:
-            raise EngineError(f"cannot export region {region.region!r} twice", Code.REGION_INVALID)
-        listed[region.region] = region
-    return listed
-
-
-def _region_of(name: RegionId, memory: RegionMemory) -> Region:
-    if isinstance(memory, SharedMemory):
-        return Region(name, memory.memory, memory.offset)
-    return Region(name, memory)
-
-
-def _check_names(layout: RankLayout, listed: dict[RegionId, Region]) -> None:
+def _check_names(layout: RankLayout, by_id: Collection[RegionId]) -> None:
     named = [spec.region for spec in layout.regions]
     if len(named) > MAX_REGIONS:
         raise EngineError(f"cannot export {len(named)} regions, at most {MAX_REGIONS}", Code.REGION_INVALID)
-    if missing := sorted(set(named) - listed.keys()):
+    if missing := sorted(set(named) - set(by_id)):
         raise EngineError(f"cannot export: no memory given for regions {missing}", Code.REGION_INVALID)
-    if unnamed := sorted(listed.keys() - set(named)):
+    if unnamed := sorted(set(by_id) - set(named)):
         raise EngineError(f"cannot export: the layout has no regions {unnamed}", Code.REGION_INVALID)
 
 
-def _check_bounds(region: Region, size_bytes: int) -> None:
-    if region.offset < 0:
+def _place_of(spec: RegionSpec, given: Memory | SharedMemory) -> _Place:
+    memory, offset = (given.memory, given.offset) if isinstance(given, SharedMemory) else (given, 0)
+    if offset < 0:
         raise EngineError(
-            f"cannot export region {region.region!r} at offset {region.offset}: give 0 or more",
-            Code.REGION_INVALID,
+            f"cannot export region {spec.region!r} at offset {offset}: give 0 or more", Code.REGION_INVALID
         )
-    if region.offset + size_bytes > region.memory.size_bytes:
+    if offset + spec.size_bytes > memory.size_bytes:
         raise EngineError(
-            f"cannot export region {region.region!r}: bytes {region.offset} to {region.offset + size_bytes} "
-            f"of a memory of {region.memory.size_bytes}",
+            f"cannot export region {spec.region!r}: bytes {offset} to {offset + spec.size_bytes} "
+            f"of a memory of {memory.size_bytes}",
             Code.REGION_TOO_SMALL,
         )
+    return _Place(spec.region, spec.size_bytes, memory, offset)

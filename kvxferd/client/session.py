@@ -345,7 +345,9 @@ class ClientSession(SessionRequests):
             self._publishes.release_all_locally(Code.SUSPENDED)
             self._outbox.queue(worker.Suspend())
             return
-        self._outbox.replay([*self._publishes.replay(now, self._lease_s), *self._pulls.replay()])
+        self._outbox.replay(self._publishes.replay(now, self._lease_s))
+        for pull in self._pulls.replay():  # behind what was prepared meanwhile, which it takes
+            self._outbox.queue(pull)
 
     def _handle_refused(self, message: worker.Refused) -> None:
         self._require_state(SessionState.REGISTERING, message)

@@ -7,7 +7,7 @@
 
 `register` shares the tensors' memory, describes it, connects, and registers, with the first placement that
 works. `kvxferd.client` has the contract of the engine's side; docs/how-to/write-an-engine.md has a whole
-engine. Read `registration` first; `strided` is memory of which only the address is known.
+engine.
 """
 
 from kvxferd.client import (
@@ -28,7 +28,6 @@ from kvxferd.client import (
     connect,
 )
 from kvxferd.engine.registration import register, resume
-from kvxferd.engine.strided import StridedMemory, strided
 from kvxferd.layout import EngineSpec, Group, NamedTensor
 
 __all__ = [
@@ -47,11 +46,9 @@ __all__ = [
     "Quiesced",
     "RankHandle",
     "Released",
-    "StridedMemory",
     "Suspended",
     "TransferRef",
     "connect",
     "register",
     "resume",
-    "strided",
 ]

@@ -73,27 +73,7 @@ class ManifestReplyOutline(Message, frozen=True, tag="ManifestReply"):
     num_ranks: int
 
 
-PeerOutline = (
-    peer.PeerHello
-    | peer.ManifestRequest
-    | peer.GrantRequest
-    | peer.RenewGrants
-    | peer.ReleaseGrant
-    | peer.Acknowledge
-    | peer.AbandonTransfer
-    | JoinRankOutline
-    | peer.LeaveRank
-    | peer.RankReady
-    | peer.RankPollingRequest
-    | peer.TransferReleased
-    | peer.PeerWelcome
-    | ManifestReplyOutline
-    | peer.GrantReply
-    | peer.GrantsRenewed
-    | peer.RequestDone
-    | peer.StillWaiting
-    | peer.PeerRefused
-)
+PeerOutline = peer.PlainRequest | peer.PlainReply | JoinRankOutline | ManifestReplyOutline
 
 PEER_OUTLINES: Decoder[PeerOutline] = Decoder(PeerOutline)
 

@@ -264,7 +264,8 @@ class TransferReleased(Message, frozen=True):
     why: Code
 
 
-RequestMessage = (
+# All but those with manifests, which `outlines` decodes in steps.
+PlainRequest = (
     PeerHello
     | ManifestRequest
     | GrantRequest
@@ -272,15 +273,14 @@ RequestMessage = (
     | ReleaseGrant
     | Acknowledge
     | AbandonTransfer
-    | JoinRank
     | LeaveRank
     | RankReady
     | RankPollingRequest
     | TransferReleased
 )
-ReplyMessage = (
-    PeerWelcome | ManifestReply | GrantReply | GrantsRenewed | RequestDone | StillWaiting | PeerRefused
-)
+PlainReply = PeerWelcome | GrantReply | GrantsRenewed | RequestDone | StillWaiting | PeerRefused
+RequestMessage = PlainRequest | JoinRank
+ReplyMessage = PlainReply | ManifestReply
 PeerMessage = RequestMessage | ReplyMessage
 
 

@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from kvxferd.client import BlockList, Region
+from kvxferd.client import BlockList
 from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import EngineSpec, Group, GroupKind, RankLayout, RegionSpec
 from kvxferd.layout.presets import LAYOUT_NAMES, LayerKind, ModelFacts, SideCache, deploy, key_and_value
 from kvxferd.layout.presets.deploy import Ranks
 from kvxferd.layout.presets.deployment_options import AXIS_ORDERS, CHUNK_BYTES, VECTORISED
 from kvxferd.layout.presets.model_facts import gdn_states, mamba1_states, mamba2_states, ring, row
-from kvxferd.memory import SealedMemory
+from kvxferd.memory import MemoryPlacement, SealedMemory, SharedMemory
 from kvxferd.memory.device import DeviceMemory
 
 if TYPE_CHECKING:
@@ -59,9 +59,13 @@ class RankShape:
             for number, offset in [self.places[spec.region]]
         }
 
-    def regions(self, memories: Sequence[SealedMemory | DeviceMemory]) -> list[Region]:
+    def regions(self, memories: Sequence[SealedMemory | DeviceMemory]) -> dict[RegionId, SharedMemory]:
         """Return the memories as `register` and `resume` take them."""
-        return [Region(region, memories[number], offset) for region, (number, offset) in self.places.items()]
+        return {
+            spec.region: SharedMemory(memories[number], offset, spec.size_bytes, MemoryPlacement.MEMFD, {})
+            for spec in self.layout.regions
+            for number, offset in [self.places[spec.region]]
+        }
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kvxferd.client import Region
 from kvxferd.ids import RegionId
 from kvxferd.layout import RankLayout
-from kvxferd.memory import SealedMemory
+from kvxferd.memory import SealedMemory, SharedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver_registry import open_driver
@@ -89,7 +88,7 @@ class Store:
         return len(self.memories) * (1 if self._kind is MemoryKind.GPU else 2)
 
     @property
-    def regions(self) -> list[Region] | dict[RegionId, ResidentMemory]:
+    def regions(self) -> dict[RegionId, SharedMemory] | dict[RegionId, ResidentMemory]:
         """What `register` and `resume` take."""
         if self._kind is not MemoryKind.RESIDENT:
             shared = [one.shared if isinstance(one, GpuMemory) else one for one in self.memories]

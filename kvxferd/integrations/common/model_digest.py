@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,16 @@ class Model(NamedTuple):
     overrides: Any = None  # the operator's, of the configuration; other than a mapping: none
     loads_files: bool = True  # whether the weights are those of the model's files
     weights: str = ""  # the name of weights that are streamed from a store; `name` is then a local folder
+
+
+def fingerprint_of_model(
+    model: Model, architectures: Sequence[str] | None, dtype: object, quantisation: object
+) -> str:
+    """Return a text that is equal for two engines whose caches of this model hold the same values."""
+    architecture = (architectures or ["unnamed"])[0]
+    # The suffix names the kernel that runs a quantisation, which depends on the device.
+    packing = str(quantisation or "plain").removesuffix("_marlin")
+    return f"{architecture}/{str(dtype).removeprefix('torch.')}/{packing}/{digest_of_model(model)}"
 
 
 def digest_of_model(model: Model) -> str:

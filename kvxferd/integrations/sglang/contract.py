@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kvxferd.integrations.sglang import hooks
 
 # Functions and methods by their module, with the names of their parameters that are relied on.
-CALLED = {
+CALLED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "sglang.srt.arg_groups.choices": {"add_disagg_transfer_backend_choices": ()},
     "sglang.srt.disaggregation.base.conn": {"KVPoll.Success": ()},
     "sglang.srt.disaggregation.common.conn": {

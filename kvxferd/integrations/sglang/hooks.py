@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kvxferd.integrations.sglang import memory
 from kvxferd.integrations.sglang.identity import next_room
+from kvxferd.integrations.sglang.memory import in_sealed_memory, rows_of
 
 BACKEND = "kvxferd"
 Original = Callable[..., Any]
@@ -44,21 +44,26 @@ def make_manager(original: Original, queue: Any) -> Any:
 
 
 def share_keys_and_values(_result: Any, pool: Any) -> None:
-    """After `MHATokenToKVPool._create_buffers_normal`."""
-    if is_chosen():
-        memory.share_keys_and_values(pool)
+    """After `MHATokenToKVPool._create_buffers_normal`: put its buffers of zeros into sealed memory."""
+    tensors = [*pool.k_buffer, *pool.v_buffer]
+    if is_chosen() and tensors and tensors[0].device.type == "cpu":
+        made = in_sealed_memory(tensors, are_zero=True)
+        pool.k_buffer, pool.v_buffer = made[: len(pool.k_buffer)], made[len(pool.k_buffer) :]
 
 
 def share_latents(_result: Any, pool: Any) -> None:
-    """After `MLATokenToKVPool._create_buffers`."""
-    if is_chosen():
-        memory.share_latents(pool)
+    """After `MLATokenToKVPool._create_buffers`: do the same."""
+    if is_chosen() and pool.kv_buffer and pool.kv_buffer[0].device.type == "cpu":
+        pool.kv_buffer = in_sealed_memory(pool.kv_buffer, are_zero=True)
 
 
 def share_rows(_result: Any, buffers: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After `MetadataBuffers.__init__`."""
+    """After `MetadataBuffers.__init__`: do the same."""
     if is_chosen():
-        memory.share_rows(buffers)
+        rows = rows_of(buffers)
+        made = in_sealed_memory(list(rows.values()), are_zero=False)
+        for name, tensor in zip(rows, made, strict=True):
+            setattr(buffers, name, tensor)
 
 
 def keep_while_in_doubt(_result: Any, queue: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -11,7 +11,6 @@ import json
 import logging
 import secrets
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -29,9 +28,9 @@ from sglang.srt.utils.network import NetworkAddress
 
 from kvxferd import engine as kv
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.fd_wait import wait_readable
 from kvxferd.integrations.common.agreement import gather_from_ranks
-from kvxferd.integrations.common.model_digest import Model, digest_of_model
+from kvxferd.integrations.common.model_digest import Model, fingerprint_of_model
+from kvxferd.integrations.common.sleep import suspend
 from kvxferd.integrations.sglang import messages
 from kvxferd.integrations.sglang.held import HeldRequests
 from kvxferd.integrations.sglang.identity import SourceIdentity
@@ -212,13 +211,7 @@ class Manager(CommonKVManager):  # type: ignore[misc]
 
     def deregister_buffer_to_engine(self) -> None:
         """Give the memory back, before SGLang frees it for its sleep. Blocks."""
-        self.rank.suspend()
-        end = time.monotonic() + _SUSPEND_TIMEOUT_S
-        while not self.rank.is_suspended and (left := end - time.monotonic()) > 0:
-            wait_readable([self.rank.fileno()], left)
-            self.pump()
-        if not self.rank.is_suspended:
-            raise RuntimeError(f"the daemon has not unmapped this rank's memory in {_SUSPEND_TIMEOUT_S} s")
+        suspend(self.rank, self.pump, _SUSPEND_TIMEOUT_S)
 
     def register_buffer_to_engine(self) -> None:
         """Offer the memory again, after SGLang's sleep. Blocks."""
@@ -247,18 +240,15 @@ def _engine_id(options: Options, mode: Any, parallel: Any, args: Any) -> str:
 
 def _fingerprint(model: Any, server_args: Any) -> str:
     """Return a text that is equal for two engines whose caches hold the same values."""
-    architecture = (getattr(model.hf_config, "architectures", None) or ["unnamed"])[0]
-    digest = digest_of_model(
-        Model(
-            model.model_path,
-            getattr(model, "revision", None),
-            lambda: dict(model.hf_config.to_dict()),
-            overrides=json.loads(server_args.json_model_override_args or "{}"),
-            loads_files=server_args.load_format != "dummy",
-        )
+    digested = Model(
+        model.model_path,
+        getattr(model, "revision", None),
+        lambda: dict(model.hf_config.to_dict()),
+        overrides=json.loads(server_args.json_model_override_args or "{}"),
+        loads_files=server_args.load_format != "dummy",
     )
-    dtype, quantisation = str(model.dtype).removeprefix("torch."), model.quantization or "plain"
-    return f"{architecture}/{dtype}/{quantisation}/{digest}"
+    architectures = getattr(model.hf_config, "architectures", None)
+    return fingerprint_of_model(digested, architectures, model.dtype, model.quantization)
 
 
 def _refuse_what_is_not_planned(parallel: Any, mode: Any, server_args: Any) -> None:

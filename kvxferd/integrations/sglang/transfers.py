@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 from kvxferd import engine as kv
 from kvxferd.errors import Code, KvxferdError
@@ -45,32 +45,6 @@ class State(IntEnum):
     WAITING = 2
     TRANSFERRING = 3
     SUCCESS = 4
-
-
-class Rank(Protocol):
-    """What is used of `kvxferd.engine.RankHandle`."""
-
-    def publish(
-        self,
-        transfer_id: str,
-        blocks: Blocks,
-        num_tokens: int,
-        *,
-        lease_s: float | None,
-        after: Any,
-        ready_tokens: int | None,
-        nonce: str | None,
-    ) -> object: ...
-
-    def ready(self, transfer_id: str, tokens: int | None, blocks: Blocks | None, after: Any) -> None: ...
-
-    def unpublish(self, ref: Any) -> None: ...
-
-    def pull(
-        self, ref: Any, blocks: Blocks, num_tokens: int, deadline_s: float, *, progressive: bool
-    ) -> kv.PullTicket: ...
-
-    def poll(self) -> list[kv.Event]: ...
 
 
 class Publication:
@@ -257,7 +231,7 @@ class RankTransfers:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: kv.RankHandle,
         identity: SourceIdentity,
         *,
         is_lead: bool,

@@ -8,7 +8,7 @@ from typing import Any
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, Generation
 from kvxferd.integrations.common.agreement import gather_from_ranks
-from kvxferd.integrations.common.model_digest import Model, digest_of_model
+from kvxferd.integrations.common.model_digest import Model, fingerprint_of_model
 from kvxferd.integrations.vllm.layout import specs
 from kvxferd.layout import EngineSpec
 
@@ -80,15 +80,7 @@ def model_fingerprint(vllm_config: Any) -> str:
 
 def _model_part(model: Any) -> str:
     """Return one model's part of the fingerprint."""
-    architecture = (getattr(model, "architectures", None) or ["unnamed"])[0]
-    dtype = str(model.dtype).removeprefix("torch.")
-    # The suffix names the kernel that runs a quantisation, which depends on the device.
-    quantisation = str(model.quantization or "plain").removesuffix("_marlin")
-    return f"{architecture}/{dtype}/{quantisation}/{digest_of_model(_digested(model))}"
-
-
-def _digested(model: Any) -> Model:
-    return Model(
+    digested = Model(
         str(model.model),
         model.revision,
         lambda: dict(model.hf_config.to_dict()),
@@ -96,3 +88,5 @@ def _digested(model: Any) -> Model:
         loads_files=str(getattr(model, "load_format", "auto")) != "dummy",
         weights=getattr(model, "model_weights", ""),
     )
+    architectures = getattr(model, "architectures", None)
+    return fingerprint_of_model(digested, architectures, model.dtype, model.quantization)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxferd.client.memory_export import Region, export_memory
+from kvxferd.client.memory_export import export_memory
 from kvxferd.errors import Code, DeviceError, EngineError
 from kvxferd.ids import RegionId
 from kvxferd.layout import RankLayout, RegionSpec
-from kvxferd.memory import SealedMemory
+from kvxferd.memory import MemoryPlacement, SealedMemory, SharedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.validate import check_exports
 from kvxferd.wire.worker import RegionExport
@@ -58,10 +58,8 @@ def test_regions_share_the_allocations_that_they_share(segment: Segment) -> None
 
 def test_host_and_gpu_memory_together(segment: Segment) -> None:
     with SealedMemory.create(UNIT) as host:
-        regions = [
-            Region(RegionId("gpu"), memory_of(segment, 0, 5 * UNIT), offset=100),
-            Region(RegionId("host"), host),
-        ]
+        shared = SharedMemory(memory_of(segment, 0, 5 * UNIT), 100, UNIT, MemoryPlacement.EXPORTED, {})
+        regions = {"gpu": shared, "host": host}
         exports = export_memory(layout_of(gpu=UNIT, host=UNIT), regions)
         by_name = {region.region: region for region in exports.regions}
         assert (by_name[RegionId("host")].kind, by_name[RegionId("host")].fd_index) == ("memfd", 0)

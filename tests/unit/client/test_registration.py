@@ -8,11 +8,11 @@ import threading
 import msgspec
 import pytest
 
-from kvxferd.client import Client, Region, connect
+from kvxferd.client import Client, connect
 from kvxferd.errors import Code, EngineError, KvxferdError, LayoutError
 from kvxferd.ids import RegionId
 from kvxferd.layout import RegionSpec
-from kvxferd.memory import SealedMemory
+from kvxferd.memory import MemoryPlacement, SealedMemory, SharedMemory
 from kvxferd.wire import worker
 from kvxferd.wire.common import FdBatch
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
@@ -34,11 +34,16 @@ def test_hello_names_the_client_and_its_versions(stage: Stage) -> None:
     connecting.result(WAIT_S).close()
 
 
+def at(memory: SealedMemory, offset: int) -> SharedMemory:
+    """What lies there."""
+    return SharedMemory(memory, offset, 4096, MemoryPlacement.MEMFD, {})
+
+
 def test_regions_of_one_memory_share_a_descriptor(stage: Stage) -> None:
     client = stage.client()
     two = (RegionSpec(RegionId("a"), 4096), RegionSpec(RegionId("b"), 8192))
     layout = msgspec.structs.replace(LAYOUT, regions=two)
-    regions = [Region(RegionId("b"), stage.memory, 4096), Region(RegionId("a"), stage.memory)]
+    regions = {"b": at(stage.memory, 4096), "a": stage.memory}
     registering = stage.calling(client.register, SPEC, layout, regions)
     register, fds = stage.side.receive()
     assert len(fds) == 1 + 1  # and the socket for deliveries
@@ -76,19 +81,16 @@ def test_a_connection_is_one_rank(stage: Stage) -> None:
     [
         ({}, Code.REGION_INVALID, "no memory given for regions"),  # forgotten
         ({REGION: 0, RegionId("x"): 0}, Code.REGION_INVALID, "has no regions"),  # one too many
-        ([(REGION, 4096)], Code.REGION_TOO_SMALL, "bytes 4096 to"),  # does not fit behind its offset
-        ([(REGION, -1)], Code.REGION_INVALID, "give 0 or more"),
-        ([(REGION, 0), (REGION, 0)], Code.REGION_INVALID, "twice"),
+        ({REGION: 4096}, Code.REGION_TOO_SMALL, "bytes 4096 to"),  # does not fit behind its offset
+        ({REGION: -1}, Code.REGION_INVALID, "give 0 or more"),
     ],
 )
-def test_regions_that_cannot_be_exported(stage: Stage, regions: object, code: Code, words: str) -> None:
+def test_regions_that_cannot_be_exported(
+    stage: Stage, regions: dict[RegionId, int], code: Code, words: str
+) -> None:
     client = stage.client()
-    if isinstance(regions, dict):
-        given: object = dict.fromkeys(regions, stage.memory)
-    else:
-        given = [Region(name, stage.memory, offset) for name, offset in regions]
     with pytest.raises(EngineError, match=words) as refused:
-        client.register(SPEC, LAYOUT, given)
+        client.register(SPEC, LAYOUT, {name: at(stage.memory, offset) for name, offset in regions.items()})
     assert refused.value.code is code
     assert stage.side.is_silent()
 

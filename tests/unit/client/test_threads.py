@@ -83,7 +83,7 @@ def test_a_bug_in_the_thread_leaves_nobody_waiting(stage: Stage, monkeypatch: py
     ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0)
     stage.side.expect(worker.Publish)
     stage.side.expect(worker.PullRequest)
-    monkeypatch.setattr(rank._session, "handle", lambda message, now: 1 / 0)
+    monkeypatch.setattr(rank._session, "handle", lambda *_: 1 / 0)
     stage.side.say(worker.Suspended())
     released, failed, over = events_of(rank, 3)
     assert released == Released("req-1", Code.PUBLISHER_GONE)

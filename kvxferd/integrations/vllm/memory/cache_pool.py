@@ -25,42 +25,32 @@ from kvxferd.memory.driver_registry import open_driver
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-class CachePool:
+class CachePool(DevicePool):
     """A pool on one device, whose memory was exported once to see that it can be."""
 
     def __init__(self, uuid: str, driver: Driver) -> None:
         """Raises DeviceError where the device's memory cannot be exported."""
-        self._pool = DevicePool(uuid, driver)
-        self._check_export(uuid, driver)
-
-    def _check_export(self, uuid: str, driver: Driver) -> None:
-        block = self._pool.allocate(1)
+        super().__init__(uuid, driver)
+        block = self.allocate(1)
         try:
             memory = DeviceMemory(block.address, block.size_bytes, driver)
             os.close(memory.export(memory.allocations[0]))
         finally:
-            self._pool.free(block.address)
+            self.free(block.address)
 
     def context(self) -> AbstractContextManager[Any]:
         """Return the context in which torch allocates here, on the thread that enters it."""
         import torch
 
-        return torch.cuda.use_mem_pool(self._pool.torch_pool())
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes of memory it has now."""
-        return self._pool.num_bytes
+        return torch.cuda.use_mem_pool(self.torch_pool())
 
     def release_memory(self) -> None:
         """Give the memory back to the device. Idempotent. No other process may map it any more."""
-        if self._pool.num_bytes:
-            _wait_for_device()
-        self._pool.release_memory()
+        import torch
 
-    def restore_memory(self) -> None:
-        """Put new memory under the same addresses. Idempotent. Raises DeviceError without room for it."""
-        self._pool.restore_memory()
+        if self.num_bytes and torch.cuda.is_available():
+            torch.cuda.synchronize()  # work that is launched may still use it
+        super().release_memory()
 
 
 @dataclass(frozen=True)
@@ -119,11 +109,3 @@ def open_pool(ordinal: int) -> PoolOffer:
         # Bindings that are missing are missing for every placement, whose search names what to install.
         mend = "" if isinstance(error.__cause__, ImportError) else DOCTOR_HERE
         return PoolOffer(failure=PlacementFailure(error.message, mend))
-
-
-def _wait_for_device() -> None:
-    """Wait for the device's work, which may still use the memory."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -16,10 +16,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 from kvxferd.client import BlockList, Disconnected, Event, Publisher, PublishRefused, Released, TransferRef
 from kvxferd.errors import Code, EngineError, KvxferdError
@@ -39,27 +39,6 @@ _LOG = logging.getLogger("vllm.kvxferd.scheduler")
 # A reader ends its piece within milliseconds. One that is dead keeps its grant for longer: then vLLM
 # preempts another request, as it does without a connector.
 MAX_FREE_WAIT_S = 1.0
-
-
-class BlockPool(Protocol):
-    """What is used of ``vllm.v1.core.block_pool.BlockPool``."""
-
-    blocks: Sequence[Any]
-
-    def touch(self, blocks: Sequence[Any]) -> None:
-        """Add a reference to each block."""
-
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Remove a reference of each block; those without any may be given to another request."""
-
-
-class CacheManager(Protocol):
-    """What is used of ``vllm.v1.core.kv_cache_manager.KVCacheManager``."""
-
-    block_pool: BlockPool
-
-    def get_blocks(self, request_id: str) -> Any:
-        """Return the request's `KVCacheBlocks`: its `blocks` are a list for each of vLLM's cache groups."""
 
 
 class _BlockIds(Sequence[int]):
@@ -123,7 +102,7 @@ class Publishing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.publisher: Publisher | None = None
-        self.cache: CacheManager | None = None  # without it no request is published early
+        self.cache: Any = None  # vLLM's `KVCacheManager`, without which no request is published early
         self._groups = groups
         self._stats = stats
         self._num_readers = num_readers
@@ -324,7 +303,6 @@ class Publishing:
 
     def _extend(self, early: _EarlyRequest) -> WrittenSpec | None:
         """Publish the blocks that the steps before this one have filled."""
-        assert self.cache is not None
         request = early.request
         # The end is reported when the request ends. A block that is partly filled is written again.
         computed = min(request.num_computed_tokens, request.num_prompt_tokens - 1)
@@ -350,7 +328,6 @@ class Publishing:
 
     def _add_blocks(self, early: _EarlyRequest, block_ids: Sequence[Sequence[int]], num_tokens: int) -> bool:
         """Publish the blocks up to `num_tokens` that are not published yet; return whether that worked."""
-        assert self.cache is not None
         assert self.publisher is not None
         transfer_id = early.ref.transfer_id
         try:

@@ -6,7 +6,6 @@ Only `suspend` and `resume` wait; vLLM calls them between requests.
 from __future__ import annotations
 
 import logging
-import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from kvxferd.client import Delivered, Disconnected, Event, Failed, PullTicket, Q
 from kvxferd.client.gpu_events import Completion
 from kvxferd.engine.registration import resume_regions
 from kvxferd.errors import Code, KvxferdError
+from kvxferd.integrations.common.sleep import suspend
 from kvxferd.integrations.vllm.session.stats import ConnectorStats
 from kvxferd.integrations.vllm.session.step_metadata import PullSpec, StepMetadata
 from kvxferd.layout import TensorRegion
@@ -75,7 +75,6 @@ class ConnectorWorker:
         self._pulls: dict[str, _PullState] = {}  # by request id
         self._by_ticket: dict[PullTicket, _PullState] = {}
         self._results = Results()
-        self._is_suspended = False
 
     def start_step(self, step: StepMetadata) -> None:
         """Do what the scheduler has decided for this step."""
@@ -104,40 +103,20 @@ class ConnectorWorker:
         return results
 
     def suspend(self, timeout_s: float = 60.0) -> None:
-        """Block until the daemon has unmapped the rank's memory. Raises KvxferdError (deadline).
-
-        It may be called again after that: a rank that was suspended meanwhile is not suspended twice.
-        """
-        self._rank.suspend()
-        deadline = time.monotonic() + timeout_s
-        poller = select.poll()
-        poller.register(self._rank.fileno(), select.POLLIN)
-        while not self._is_suspended:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise KvxferdError(
-                    f"cannot suspend: the daemon has not let go of the memory for {timeout_s:.0f} s; "
-                    "it must not be freed",
-                    Code.DEADLINE,
-                )
-            poller.poll(left * 1000)
-            self._handle_events()
+        """Block until the daemon has unmapped the rank's memory. Raises KvxferdError (deadline)."""
+        suspend(self._rank, self._handle_events, timeout_s)
 
     def resume(self, regions: Sequence[TensorRegion]) -> None:
         """Register the rank's memory again, after `suspend`. Blocks. Raises KvxferdError.
 
         Device memory was freed and allocated again at the same addresses.
         """
-        try:
-            resume_regions(self._rank, regions)
-        finally:
-            # Refused, no process has mapped it. Without a reply the client goes on trying.
-            self._is_suspended = self._rank.is_suspended
+        resume_regions(self._rank, regions)
 
     @property
     def is_suspended(self) -> bool:
         """Whether no other process maps the rank's memory, nor will before `resume`."""
-        return self._is_suspended
+        return self._rank.is_suspended
 
     def close(self) -> None:
         """Close the rank's session."""
@@ -195,7 +174,7 @@ class ConnectorWorker:
                     assert pull.failure is not None
                     self._failed(pull, pull.failure.code, pull.failure.message)
             case Suspended():
-                self._is_suspended = True
+                pass  # `suspend` asks the rank
             case Disconnected(code=code, message=message):
                 _LOG.error("this rank's cache is out of the daemon's reach: %s (%s); restart the engine",
                            message, code)  # fmt: skip

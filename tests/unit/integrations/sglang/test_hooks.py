@@ -10,13 +10,7 @@ import torch
 
 from kvxferd.integrations.sglang import hooks
 from kvxferd.integrations.sglang.held import HeldRequests
-from kvxferd.integrations.sglang.memory import (
-    in_sealed_memory,
-    rows_of,
-    share_keys_and_values,
-    share_latents,
-    share_rows,
-)
+from kvxferd.integrations.sglang.memory import in_sealed_memory, rows_of
 from kvxferd.memory import MemoryPlacement, share_all
 
 
@@ -110,14 +104,15 @@ def test_tensors_of_the_host_lie_in_memory_that_movers_map(are_zero: bool) -> No
     assert {one.placement for one in shared.values()} == {MemoryPlacement.MEMFD}
 
 
-def test_pools_and_rows_are_put_there() -> None:
+def test_pools_and_rows_are_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "is_chosen", lambda: True)
     fused = torch.zeros(2, 8, 2, 4)
     pool = SimpleNamespace(k_buffer=[fused[0]], v_buffer=[fused[1]])
-    share_keys_and_values(pool)
+    hooks.share_keys_and_values(None, pool)
     latents = SimpleNamespace(kv_buffer=[torch.zeros(8, 1, 4)])
-    share_latents(latents)
+    hooks.share_latents(None, latents)
     buffers = SimpleNamespace(output_ids=torch.full((3, 16), 7), custom_mem_pool=None, output_dim=0)
-    share_rows(buffers)
+    hooks.share_rows(None, buffers)
     assert list(rows_of(buffers)) == ["output_ids"]
     assert buffers.output_ids.tolist() == [[7] * 16] * 3
     tensors = {

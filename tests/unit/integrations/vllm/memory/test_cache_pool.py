@@ -67,13 +67,13 @@ def test_vllm_is_offered_a_pool_on_its_own_device(gpu: list[Any]) -> None:
 def test_the_memory_of_the_pool_is_on_the_device_that_is_current() -> None:
     pool = open_pool(1).pool
     assert pool is not None
-    block = pool._pool.allocate(GRANULARITY)
+    block = pool.allocate(GRANULARITY)
     assert open_driver().device_of(block.address) == FAKE_DEVICES[1].uuid
     pool.release_memory()
     assert pool.num_bytes == 0
     pool.restore_memory()
     assert pool.num_bytes == GRANULARITY
-    pool._pool.close()
+    pool.close()
 
 
 def test_a_device_that_cannot_export_has_no_pool_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
