@@ -28,7 +28,7 @@ async def registrations() -> None:
         rank = worker("E")
         await bind(node, rank)
         print(f"registration, nothing started yet: {1e3 * (time.perf_counter() - began):.0f} ms")
-        while node.pool.status().num_warm < 7:  # noqa: ASYNC110
+        while node.pool.decisions.num_ready < 7:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         times = []
         movers = []
@@ -38,7 +38,7 @@ async def registrations() -> None:
             movers.append((await bind(node, one))[0])
             times.append(1e3 * (time.perf_counter() - began))
         print("registration, warm:", ", ".join(f"{t:.2f}" for t in times), "ms")
-        while node.pool.status().num_warm < 8:  # noqa: ASYNC110
+        while node.pool.decisions.num_ready < 8:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         print(
             f"8 bound and 8 warm movers, idle: {await cpu_share(movers, 5):.3f} % of a core (the bound ones)"

@@ -27,7 +27,7 @@ from kvxferd.control.fd_budget import (
     release_reserved_fds,
 )
 from kvxferd.control.http_server import HttpServer
-from kvxferd.control.mover_assignment import MoverAssignment
+from kvxferd.control.mover_exits import MoverExits
 from kvxferd.control.node_admin import NodeAdmin, ReloadResult
 from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.control.peer_admission import PeerAdmission
@@ -47,6 +47,8 @@ from kvxferd.core.node import Node
 from kvxferd.decision_loop import DecisionLoop
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint
+from kvxferd.mover.backends import Backend
+from kvxferd.mover.supervisor.processes import MoverProcesses
 from kvxferd.records import NodeSnapshot
 from kvxferd.run_directory import RunDirectory
 from kvxferd.sd_notify import SdNotifier
@@ -54,6 +56,7 @@ from kvxferd.telemetry.history import History
 from kvxferd.telemetry.late_timers import TimerWatch
 from kvxferd.telemetry.logs import operator_log, set_log_level
 from kvxferd.telemetry.metrics import Metrics
+from kvxferd.telemetry.mover_usage import MoverReading
 from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.telemetry.traces.tracer import Tracer
 from kvxferd.wire.endpoint import with_key
@@ -105,7 +108,7 @@ class Daemon:
             by_peer=config.metrics.by_peer,
             count_warnings=lambda: self._admin.warning_list.counts(),  # noqa: PLW0108  (it is made later)
             is_ready=lambda: not self._admin.readiness(),
-            movers=lambda: self._movers.usage(),  # noqa: PLW0108  (the movers are made later)
+            movers=self._read_movers,
         )
         self._recorders = Recorders(History(boot=self._boot), self._metrics, Samples(self._read_gauges))
         self._planning = FairThread("plans")
@@ -195,16 +198,18 @@ class Daemon:
     async def _start_movers(self, lock_fd: int, closing: AsyncExitStack) -> None:
         self._make_movers(lock_fd)
         closing.push_async_callback(self._movers.stop)
-        await self._movers.pool.start()
+        self._movers.start_forkserver()
 
     def _make_movers(self, lock_fd: int) -> None:
-        self._movers = MoverAssignment(
-            self._config.mover,
-            self._boot,
-            self._node,
-            self._worker_socket,
+        config = self._config.mover
+        self._mover_exits = MoverExits(self._node, self._worker_socket)
+        self._movers = MoverProcesses(
             self._on_event,
-            lock_fd,
+            self._mover_exits.record,
+            lock_fd=lock_fd,
+            environment=config.environment,
+            library=config.library,
+            backend=Backend(config.backend, config.backend_parameters),
         )
         self._effects = EffectRunner(
             self._worker_socket,
@@ -220,7 +225,6 @@ class Daemon:
         self._admin = NodeAdmin(
             self._config,
             self._node,
-            self._movers.pool,
             self._recorders.history,
             self._on_event,
             self.drain,
@@ -327,7 +331,6 @@ class Daemon:
 
     def _after_events(self) -> None:
         self._has_idled = False
-        self._movers.set_busy(len(self._node.pulls) > 0)
         if self._stopping.is_set() and self._node.is_idle:
             self._idle.set()
 
@@ -345,6 +348,12 @@ class Daemon:
         age_s = time.monotonic() - oldest if num_running else 0.0
         num_warnings = self._admin.warning_list.counts().total()
         return Gauges(running_pulls=num_running, oldest_pull_s=age_s, warnings=num_warnings)
+
+    def _read_movers(self) -> MoverReading:
+        pool, assigned = self._node.mover_pool, self._node.movers.num_children()
+        states = {"starting": pool.num_starting, "ready": pool.num_ready, "assigned": assigned}
+        exits = self._mover_exits.counts.copy()
+        return MoverReading(states, exits, self._movers.forkserver_pid, self._movers.pids())
 
     def snapshot(self) -> NodeSnapshot:
         """Return the node's current state."""

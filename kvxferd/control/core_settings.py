@@ -29,6 +29,7 @@ def settings_of(config: Config, allowlist: PeerAllowlist) -> Settings:
         software=kvxferd.__version__,
         tracing=bool(config.tracing.endpoint),
         trace_sample_ratio=config.tracing.sample_ratio,
+        mover_pool_size=config.mover.pool_size,
         read_way=ReadWay(config.mover.read),
         device_placement=DevicePlacement(config.mover.placement),
     )

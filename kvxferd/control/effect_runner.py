@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +11,11 @@ from typing import assert_never
 import structlog
 
 from kvxferd.control.fair_thread import FairThread
-from kvxferd.control.mover_assignment import MoverAssignment
 from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core.effects import (
+    AcceptResidentMover,
     BindMover,
     ClosePeerConnection,
     CloseWorkerConnection,
@@ -23,19 +24,22 @@ from kvxferd.core.effects import (
     CreateFencePage,
     Effect,
     EmitRecord,
+    ForkMover,
     KillMover,
     MakePlan,
     OverwriteFenceWord,
     ReplyToPeer,
-    RequestMover,
     SaveOwnerships,
     SendToMover,
     SendToPeer,
     SendToWorker,
     ShareFencePage,
+    StartForkserver,
 )
-from kvxferd.core.events import Event, PidfdNotSent, PlanMade
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.core.events import Event, MoverMessage, MoverNotStarted, PidfdNotSent, PlanMade
+from kvxferd.errors import Code, EngineError, KvxferdError, count_busy_refusal
+from kvxferd.mover.backends import UCX
+from kvxferd.mover.supervisor.processes import MoverProcesses
 from kvxferd.plan import PlanJob, PlannedReads
 from kvxferd.records import PullRecord, ReleaseRecord, ServedRecord
 from kvxferd.telemetry.history import History, stamped
@@ -43,8 +47,13 @@ from kvxferd.telemetry.logs import log_record
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.samples import Samples
 from kvxferd.telemetry.traces.tracer import Tracer
+from kvxferd.wire.common import Refusal
+from kvxferd.wire.limits import FENCE_PAGE_BYTES
+from kvxferd.wire.mover import FenceRefused, MapFence
 
 log = structlog.get_logger()
+
+MOVER_RETRY_AFTER_S = 1.0  # sessions that end release their descriptors
 
 
 @dataclass(slots=True)
@@ -78,7 +87,7 @@ class EffectRunner:
 
     worker_socket: WorkerSocket
     peer_socket: PeerSocket
-    movers: MoverAssignment
+    movers: MoverProcesses
     ownership_file: OwnershipFile
     planning: FairThread
     recorders: Recorders
@@ -97,16 +106,20 @@ class EffectRunner:
                 self.worker_socket.make_fence_page(effect.session)
             case OverwriteFenceWord():
                 self.worker_socket.overwrite_fence_word(effect.session, effect.slot)
-            case RequestMover():
-                self.movers.acquire(effect)
+            case StartForkserver():
+                self.movers.start_forkserver()
+            case ForkMover():
+                self.movers.fork(effect.mover, effect.agent)
+            case AcceptResidentMover():
+                self._accept_resident(effect)
             case KillMover():
                 self.movers.kill(effect.mover)
             case SendToMover():
                 self.movers.send(effect.mover, effect.message)
             case BindMover():
-                self.movers.bind(effect)
+                self._bind_mover(effect)
             case ShareFencePage():
-                self.movers.share_fence_page(effect)
+                self._share_fence_page(effect)
             case SendToPeer():
                 self.peer_socket.send(effect.endpoint, effect.message, effect.uid)
             case ReplyToPeer():
@@ -136,6 +149,57 @@ class EffectRunner:
             self.on_event(PidfdNotSent(effect.session, effect.pidfd_of))
             return
         self.worker_socket.send(effect.session, effect.message, fds)
+
+    def _accept_resident(self, effect: AcceptResidentMover) -> None:
+        try:
+            brought = self.worker_socket.detach_mover(effect.session)
+        except OSError as error:
+            log.warning("resident mover not assigned", session=effect.session, reason=error.strerror)
+            count_busy_refusal("open_files")
+            text = f"cannot take the worker's resident mover: {error.strerror}; try again later"
+            refusal = Refusal(Code.BUSY, text, MOVER_RETRY_AFTER_S)
+            self.on_event(MoverNotStarted(effect.mover, refusal))
+            return
+        backend = self.movers.backend.name
+        if brought is None:
+            refusal = Refusal(Code.MOVER_LOST, "the worker has brought no resident mover")
+            self.on_event(MoverNotStarted(effect.mover, refusal))
+        elif backend != UCX:
+            # Its agent is the worker's, and has UCX: no mover of another backend could read from it. Nor is
+            # it known of others that the end of an agent, and not of its process, ends its reads.
+            sock, (_, exit_fd) = brought
+            sock.close()
+            if exit_fd >= 0:
+                os.close(exit_fd)
+            text = (
+                f"cannot use a resident mover: it has {UCX} alone, and mover.backend here is {backend}; "
+                f"set mover.backend to {UCX}, or use memory that can be exported"
+            )
+            self.on_event(MoverNotStarted(effect.mover, Refusal(Code.NIXL_UNAVAILABLE, text)))
+        else:
+            self.movers.accept(effect.mover, *brought)
+
+    def _bind_mover(self, effect: BindMover) -> None:
+        """Send the regions to the mover. If that fails, kill it: its rank is bound again once it is dead."""
+        try:
+            self.movers.send(effect.mover, effect.message, self.worker_socket.bind_fds(effect.session))
+        except OSError as error:
+            log.warning("mover not bound", session=effect.session, reason=error.strerror)
+            self.movers.kill(effect.mover)
+
+    def _share_fence_page(self, effect: ShareFencePage) -> None:
+        fd = self.worker_socket.fence_page_fd(effect.session)
+        if fd < 0:
+            return
+        try:
+            message = MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
+            self.movers.send(effect.mover, message, (fd,))
+        except OSError as error:
+            log.warning("fence page not shared", session=effect.session, reason=error.strerror)
+            text = f"cannot hand the page to its mover: {error.strerror}; try again later"
+            count_busy_refusal("open_files")
+            refused = FenceRefused(session=effect.session, code=Code.BUSY, message=text)
+            self.on_event(MoverMessage(effect.mover, refused))
 
     def _make_plan(self, job: PlanJob, uid: int) -> None:
         def made(outcome: PlannedReads | KvxferdError | Exception) -> None:

@@ -26,7 +26,6 @@ from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.plan import TransferTopology
 from kvxferd.records import NodeSnapshot
 from kvxferd.telemetry.history import History
@@ -56,7 +55,6 @@ class NodeAdmin:
         self,
         config: Config,
         node: Node,
-        pool: MoverPool,
         history: History,
         on_event: Callable[[Event], None],
         start_drain: Callable[[], None],
@@ -75,7 +73,6 @@ class NodeAdmin:
         self.config_path = config_path
         self.settings = settings
         self._node = node
-        self._pool = pool
         self.history = history
         self._on_event = on_event
         self._start_drain = start_drain
@@ -125,9 +122,9 @@ class NodeAdmin:
         reasons = []
         if self._node.context.draining:
             reasons.append("draining: nothing new is taken")
-        movers = self._pool.status()
-        if movers.reason:
-            reasons.append(movers.reason)
+        movers = self._node.mover_pool
+        if movers.unavailable:
+            reasons.append(movers.unavailable)
         elif not movers.library:
             reasons.append("the movers' parent is still importing its library")
         return reasons

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxferd.ids import Endpoint, MoverId, SessionId
+from kvxferd.ids import AgentName, Endpoint, MoverId, SessionId
 from kvxferd.plan import PlanJob
 from kvxferd.records import Record, ServedRecord
 from kvxferd.wire.common import Message
@@ -56,14 +56,27 @@ class OverwriteFenceWord:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestMover:
-    """Find a mover for the session's rank. `MoverAssigned` or `MoverUnavailable` follows.
+class StartForkserver:
+    """Start another forkserver. `ForkserverReady`, `LibraryUnavailable` or `ForkserverExited` follows."""
 
-    `resident`: the mover is at the other end of the socket that the worker sent last.
+
+@dataclass(frozen=True, slots=True)
+class ForkMover:
+    """Request a mover of the forkserver. Its `MoverUp`, `MoverNotStarted` or `MoverDied` follows."""
+
+    mover: MoverId
+    agent: AgentName
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptResidentMover:
+    """Take the resident mover at the other end of the socket that the session's worker sent last.
+
+    Its `MoverUp`, `MoverNotStarted` or `MoverDied` follows.
     """
 
+    mover: MoverId
     session: SessionId
-    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +172,9 @@ Effect = (
     | CommitRegionFds
     | CreateFencePage
     | OverwriteFenceWord
-    | RequestMover
+    | StartForkserver
+    | ForkMover
+    | AcceptResidentMover
     | KillMover
     | SendToMover
     | BindMover

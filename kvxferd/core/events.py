@@ -10,7 +10,6 @@ from msgspec import Meta
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import (
-    AgentName,
     Digest,
     Endpoint,
     EngineId,
@@ -73,21 +72,31 @@ class WorkerDisconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class MoverAssigned:
-    """A mover is available for the session's rank, and has its agent."""
+class ForkserverReady:
+    """The forkserver has imported the transfer library, and forks movers from now on."""
 
-    session: SessionId
-    mover: MoverId
-    agent: AgentName
     library: str
-    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class MoverUnavailable:
-    """No mover is available for the session's rank."""
+class LibraryUnavailable:
+    """No transfer library works, so there will be no movers."""
 
-    session: SessionId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForkserverExited:
+    """The forkserver is gone, or was not started. The kernel kills its movers; each has its `MoverDied`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoverNotStarted:
+    """A mover was not forked, or not accepted."""
+
+    mover: MoverId
     refusal: Refusal
 
 
@@ -247,8 +256,10 @@ Event = (
     | WorkerMessage
     | FdsArrived
     | WorkerDisconnected
-    | MoverAssigned
-    | MoverUnavailable
+    | ForkserverReady
+    | LibraryUnavailable
+    | ForkserverExited
+    | MoverNotStarted
     | MoverMessage
     | MoverDied
     | PidfdNotSent

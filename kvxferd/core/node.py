@@ -24,6 +24,7 @@ from kvxferd.core.ranks.chunk_memory import ChunkMemory
 from kvxferd.core.ranks.home import Home
 from kvxferd.core.ranks.local_ranks import LocalRanks
 from kvxferd.core.ranks.member import Member
+from kvxferd.core.ranks.mover_pool import MoverPool
 from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import Disownable, Owners
 from kvxferd.core.ranks.placements import record_placement, record_transports
@@ -83,6 +84,9 @@ class Node:
         self.owners = Owners(context)
         registry = self.registry = Registry(context, self.owners)
         self.movers = Movers(context, self._detach_mover, self._is_mover_needed)
+        self.mover_pool = MoverPool(
+            context, self.movers, lambda: len(self.pulls) > 0, self._mover_assigned, self._mover_refused
+        )
         self.chunk_memory = ChunkMemory(context, context.settings.limits.staging_bytes)
         self.fence_pages = FencePages(context, registry, self.sessions)
         requests = self.peer_requests = PeerRequests(context, self._request_settled)
@@ -103,7 +107,9 @@ class Node:
         self.member.on_joined = self._rank_joined
         self.grant_client = GrantClient(context, self.peers, requests, self.handshake_client, self.movers)
         self.pulls = Pulls(context, self.grant_client, self.movers)
-        self.local_ranks = LocalRanks(context, registry, self.movers, self.member, self._rank_changed)
+        self.local_ranks = LocalRanks(
+            context, registry, self.movers, self.mover_pool, self.member, self._rank_changed
+        )
         self.worker_requests = WorkerRequests(
             context, registry, self.published, self.grant_client, self.pulls, self.peers, requests,
             self.member,
@@ -209,6 +215,7 @@ class Node:
         self.grant_client.plans.check_integrity(self._holds())
         self.poll_requests.check_integrity()
         self.chunk_memory.check_integrity()
+        self.mover_pool.check_integrity()
         if not self.context.is_behind:  # a call that is put off may hold an engine
             self.context.ledger.check_integrity(self._charges())
         num_ranks = sum(session.rank is not None for session in self.sessions.values())
@@ -247,12 +254,14 @@ class Node:
                     self.local_ranks.fds_arrived(session, event.problem)
             case events.WorkerDisconnected():
                 self._end_session(event.session)
-            case events.MoverAssigned():
-                mover = Mover(event.mover, event.session, event.agent, resident=event.resident)
-                self.local_ranks.mover_assigned(self.sessions.get(event.session), mover, event.library)
-            case events.MoverUnavailable():
-                if session := self.sessions.get(event.session):
-                    self.local_ranks.mover_unavailable(session, event.refusal)
+            case events.ForkserverReady():
+                self.mover_pool.forkserver_ready(event.library)
+            case events.LibraryUnavailable():
+                self.mover_pool.library_unavailable(event.reason)
+            case events.ForkserverExited():
+                self.mover_pool.forkserver_exited(event.reason)
+            case events.MoverNotStarted():
+                self.mover_pool.not_started(event.mover, event.refusal)
             case events.MoverMessage():
                 self._handle_mover_message(event)
             case events.MoverDied():
@@ -443,10 +452,18 @@ class Node:
 
     # --- movers
 
+    def _mover_assigned(self, mover: Mover, library: str) -> None:
+        self.local_ranks.mover_assigned(self.sessions.get(mover.session), mover, library)
+
+    def _mover_refused(self, session_id: SessionId, refusal: Refusal) -> None:
+        if session := self.sessions.get(session_id):
+            self.local_ranks.mover_unavailable(session, refusal)
+
     def _handle_mover_message(self, event: events.MoverMessage) -> None:
         mover = self.movers.get(event.mover)
         if mover is None:
-            return  # a late message of a dead mover is void
+            self.mover_pool.handle(event.mover, event.message)
+            return
         rank = self._rank_of(mover)
         message = event.message
         match message:
@@ -505,6 +522,7 @@ class Node:
     def _mover_died(self, event: events.MoverDied) -> None:
         mover = self.movers.remove(event.mover)
         if mover is None:
+            self.mover_pool.mover_died(event.mover)
             return
         self._detach_mover(mover)  # first, so that its pulls wait for the next mover
         self.chunk_memory.forget(mover.mover_id)

@@ -34,6 +34,7 @@ class Settings:
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
     allowlist: PeerAllowlist = ALLOW_ALL  # at the start; see `AllowlistChanged`
     limits: LimitsConfig = DEFAULT_LIMITS
+    mover_pool_size: int = 0  # child movers that are kept ready for the next registrations
     read_way: ReadWay = ReadWay.DIRECT  # of child movers
     device_placement: DevicePlacement = DevicePlacement.AUTO  # of child movers
     software: str = ""  # the version of kvxferd, for peers that ask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.memory import SharedMemory
 from kvxferd.memory.device import ResidentMemory
 from kvxferd.memory.driver_registry import open_driver
-from kvxferd.mover.agent_names import new_agent_name
 from kvxferd.mover.transport.base import Transport
 from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary, import_library
 from kvxferd.resident.thread_mover import MakeTransport, ThreadMover
@@ -97,7 +97,8 @@ class Launcher:
     def launch(self, boot: BootId, regions: tuple[RegionExport, ...]) -> ThreadMover:
         """Start a mover for the daemon with that boot id."""
         own = [region for region in regions if region.kind == "resident"]
-        mover = ThreadMover(new_agent_name(boot), own, self._make_transport)
+        agent = AgentName(f"{boot}/{secrets.token_hex(8)}")  # no name is ever used twice
+        mover = ThreadMover(agent, own, self._make_transport)
         _RUNNING_MOVERS.add(mover)
         return mover
 

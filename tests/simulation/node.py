@@ -23,7 +23,7 @@ from kvxferd.mover.forkserver_protocol import TO_FORKSERVER, Fork, Forked
 from kvxferd.mover.process import backoff, forkserver
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.loop import MoverLoop
-from kvxferd.mover.supervisor import pool
+from kvxferd.mover.supervisor import processes
 from kvxferd.mover.transport import probe
 from kvxferd.resident import registration
 from kvxferd.resident.thread_mover import ThreadMover
@@ -48,7 +48,7 @@ class Nodes:
         self.fabric = fabric
         self.exits: dict[str, int] = {}  # by a daemon's process: what it ended with
         self.on_broken: Callable[[str], None] = lambda text: None  # by a daemon's own word
-        replace(pool, "start_forkserver", self._start_forkserver)
+        replace(processes, "start_forkserver", self._start_forkserver)
         replace(forkserver, "_load_library", lambda use, backend: SimLibrary())
         # The simulated library ends a mover's pause where there is something to see: in use pauses are short,
         # and most of an episode would be polls that see nothing.

@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
 import socket
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from kvxferd.core import Settings, effects, events
+from kvxferd.core.context import NodeContext
+from kvxferd.core.ranks.mover_pool import MoverPool
+from kvxferd.core.ranks.movers import Mover, Movers
+from kvxferd.decision_loop import DecisionLoop
 from kvxferd.errors import MoverError
 from kvxferd.ids import (
     AgentName,
     BootId,
+    Endpoint,
     EngineId,
     Generation,
     GroupName,
@@ -34,11 +41,11 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.supervisor.handle import MoverHandle
-from kvxferd.mover.supervisor.pool import MoverPool
-from kvxferd.mover.supervisor.pool_events import TimersDue
+from kvxferd.mover.supervisor.processes import MoverProcesses
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.plan import Plan, encode_plan, make_plan
 from kvxferd.wire.block_id_parts import split_block_ids
+from kvxferd.wire.common import Refusal
 from kvxferd.wire.limits import CHUNK_BYTES, FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 from kvxferd.wire.mover import (
     Bind,
@@ -98,38 +105,111 @@ def marked_processes(mark: str = MARK) -> list[str]:
     return found
 
 
-class AwaitedPool(MoverPool):
-    """A pool for tests that wait for their movers, and that change its size."""
+class AwaitedPool:
+    """The core's pool over real processes, for tests that wait for their movers."""
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(
+        self,
+        boot: str,
+        size: int,
+        on_message: Callable[[MoverId, FromMover], None],
+        on_exit: Callable[[MoverId], None],
+        **options: Any,
+    ) -> None:
+        """`on_message` and `on_exit`: of movers that were acquired. `options`: as `MoverProcesses` has."""
+        self._on_message, self._on_exit = on_message, on_exit
+        self._context = NodeContext(
+            boot=BootId(boot),
+            endpoint=Endpoint("tcp://test:1"),
+            settings=Settings(mover_pool_size=size),
+            new_token=lambda: secrets.token_hex(16),
+        )
+        self._assigned = Movers(self._context, lambda mover: None, lambda mover: False)
+        self.decisions = MoverPool(
+            self._context, self._assigned, lambda: False, self._on_assigned, self._on_refused
+        )
+        self._feed = DecisionLoop[events.Event, effects.Effect](
+            lambda: self, events.Tick(), self._carry_out
+        ).feed
+        self.processes = MoverProcesses(self._feed, **options)
+        self._results: dict[SessionId, asyncio.Future[MoverHandle]] = {}
         self.acquired: list[MoverHandle] = []
+
+    async def start(self) -> None:
+        self.start_forkserver()
+
+    def start_forkserver(self) -> None:
+        self.processes.start_forkserver()
+        if self.processes.forkserver_pid is not None:
+            _FORKSERVERS.append(self.processes.forkserver_pid)
+
+    async def stop(self) -> None:
+        await self.processes.stop()
 
     async def acquire(self) -> MoverHandle:
         """Return a mover. Raises MoverError."""
-        result: asyncio.Future[MoverHandle | MoverError] = asyncio.get_running_loop().create_future()
-        self.request(result.set_result)
+        session = SessionId(next(_NUMBERS))
+        result = self._results[session] = asyncio.get_running_loop().create_future()
+        self.decisions.request(session)
+        self._feed(events.Tick())
         mover = await asyncio.shield(result)
-        if isinstance(mover, MoverError):
-            raise mover
         self.acquired.append(mover)
         return mover
 
-    def num_fds(self) -> int:
-        """Return how many descriptors the forkserver and the movers hold here."""
-        forkserver = 3 if self._forkserver is not None else 0  # its socket, its stderr and its pidfd
-        return forkserver + sum(1 + (handle.pidfd >= 0) for handle in self._handles.values())
-
-    def _start_forkserver(self) -> None:
-        super()._start_forkserver()
-        if self.forkserver_pid is not None:
-            _FORKSERVERS.append(self.forkserver_pid)
-
     def resize(self, size: int) -> None:
         """Keep that many ready from now on, and fork them now."""
-        self._decisions.size = size
-        self._decisions._fill()
-        self._feed(TimersDue())
+        self._context.settings = replace(self._context.settings, mover_pool_size=size)
+        self.decisions._fill()
+        self._feed(events.Tick())
+
+    def num_fds(self) -> int:
+        """Return how many descriptors the forkserver and the movers hold here."""
+        forkserver = 0 if self.processes.forkserver_pid is None else 3  # its socket, its stderr and its pidfd
+        return forkserver + sum(1 + (handle.pidfd >= 0) for handle in self.processes._handles.values())
+
+    # --- between the core and the processes, as a daemon
+
+    def next_deadline(self) -> float | None:
+        return self._context.next_deadline()
+
+    def feed(self, event: events.Event, now: float) -> list[effects.Effect]:
+        self._context.now = now
+        match event:
+            case events.ForkserverReady():
+                self.decisions.forkserver_ready(event.library)
+            case events.LibraryUnavailable():
+                self.decisions.library_unavailable(event.reason)
+            case events.ForkserverExited():
+                self.decisions.forkserver_exited(event.reason)
+            case events.MoverNotStarted():
+                self.decisions.not_started(event.mover, event.refusal)
+            case events.MoverMessage() if self._assigned.get(event.mover) is not None:
+                self._on_message(event.mover, event.message)
+            case events.MoverMessage():
+                self.decisions.handle(event.mover, event.message)
+            case events.MoverDied() if self._assigned.remove(event.mover) is not None:
+                self._on_exit(event.mover)
+            case events.MoverDied():
+                self.decisions.mover_died(event.mover)
+        self._context.run_due(64)
+        self.decisions.check_integrity()
+        return self._context.pop_effects()
+
+    def _carry_out(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.StartForkserver():
+                self.start_forkserver()
+            case effects.ForkMover():
+                self.processes.fork(effect.mover, effect.agent)
+            case effects.KillMover():
+                self.processes.kill(effect.mover)
+
+    def _on_assigned(self, mover: Mover, library: str) -> None:
+        self._assigned.add(mover)
+        self._results.pop(mover.session).set_result(self.processes._handles[mover.mover_id])
+
+    def _on_refused(self, session: SessionId, refusal: Refusal) -> None:
+        self._results.pop(session).set_exception(MoverError(refusal.message, refusal.code))
 
 
 class Node:
@@ -155,7 +235,7 @@ class Node:
         self.chunk_reports: dict[MoverId, ChunkMemoryRequest] = {}  # the last one of each
         self._changed = asyncio.Event()
         self.pool = AwaitedPool(
-            boot=BootId(name),
+            boot=name,
             size=size,
             on_message=self._message,
             on_exit=self._exit,
@@ -183,7 +263,7 @@ class Node:
             self.chunk_reports[mover] = message
             self._changed.set()
             num_chunks = min(message.num_wanted, self._chunk_memory // CHUNK_BYTES)
-            self.pool._handles[mover].send(ChunkMemoryGranted(num_chunks=num_chunks))
+            self.pool.processes.send(mover, ChunkMemoryGranted(num_chunks=num_chunks))
             return
         self.said.append((mover, message))
         self._changed.set()

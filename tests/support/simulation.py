@@ -42,7 +42,7 @@ from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RankIncarnations, RegionAddress, TransferRef
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 from kvxferd.wire.peer import PEER_VERSIONS, PeerWelcome
-from tests.support.sim.node import SimNode
+from tests.support.sim.node import LIBRARY, SimNode
 from tests.support.sim.schedule import Schedule
 
 BLOCK_TOKENS = 4
@@ -229,7 +229,7 @@ class Mover:
     host: Host
     mover: MoverId
     agent: AgentName
-    worker: Worker
+    worker: Worker = None  # type: ignore[assignment]  # from its offer on
     alive: bool = True
     attended: bool = False
     hold: bool = False
@@ -390,6 +390,7 @@ class Host(SimNode):
             new_token=lambda: world.rng.randbytes(16).hex(),
         )
         super().__init__(node, world.schedule)
+        node.feed(ev.ForkserverReady(LIBRARY), world.now)
         self.world = world
         self.workers: dict[SessionId, Worker] = {}
         self.movers: dict[MoverId, Mover] = {}
@@ -409,6 +410,8 @@ class Host(SimNode):
     # --- effects
 
     def send_to_worker(self, effect: fx.SendToWorker) -> None:
+        if effect.pidfd_of is not None and effect.session in self.workers:
+            self.movers[effect.pidfd_of].worker = self.workers[effect.session]
         if effect.pidfd_of is not None and self.name in self.world.without_descriptors:
             self.feed_soon(ev.PidfdNotSent(effect.session, effect.pidfd_of))
         elif worker := self.workers.get(effect.session):
@@ -421,10 +424,22 @@ class Host(SimNode):
     def overwrite_fence_word(self, session: SessionId, slot: int) -> None:
         self.workers[session].fence[slot * 16 : slot * 16 + 16] = self.world.rng.randbytes(16)
 
-    def request_mover(self, session: SessionId) -> None:
+    def fork_mover(self, mover: MoverId, agent: AgentName) -> None:
+        self.movers[mover] = self.world.mover_type(self.world, self, mover, agent)
         if self.give_movers:
-            mover = self.world.mover(self, self.workers[session])
-            self.feed_soon(ev.MoverAssigned(session, mover.mover, mover.agent, "simulated"))
+            self.report_up(mover, agent)
+
+    def accept_resident_mover(self, mover: MoverId, session: SessionId) -> None:
+        self.fork_mover(mover, AgentName(f"{self.node.context.boot}/{mover}"))
+        self.movers[mover].worker = self.workers[session]
+
+    def bring_mover(self, hold: bool = False) -> Mover:
+        """Have the mover come that was requested last, while `give_movers` was False."""
+        mover = self.movers[max(self.movers)]
+        mover.hold = hold
+        self.report_up(mover.mover, mover.agent)
+        self.world.settle()
+        return mover
 
     def kill_mover(self, mover: MoverId) -> None:
         self.world.schedule.after(0.0, self.movers[mover].die)
@@ -587,13 +602,6 @@ class World:
         effects = host.node.feed(ev.PeerRequest(route, message, key), self.now)
         host.node.check_integrity()
         return [effect.message for effect in effects if getattr(effect, "route", None) == route]
-
-    def mover(self, host: Host, worker: Worker) -> Mover:
-        """A mover that the host's node has not been told of."""
-        number = MoverId(self.take_number())
-        agent = AgentName(f"{host.node.context.boot}/{number}")
-        host.movers[number] = self.mover_type(self, host, number, agent, worker)
-        return host.movers[number]
 
     def post(self, source: str, target: str, event: Callable[[Message], ev.Event], message: Message) -> None:
         self.network.append(Envelope(source, target, event, encode(message)))

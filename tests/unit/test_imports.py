@@ -35,7 +35,7 @@ def loaded_by(program: str) -> set[str]:
             "import kvxferd.cli.root, kvxferd.cli.serve as serve; serve.import_logs(); import kvxferd.daemon",
             (*LIBRARIES, "rich", "kvxferd.demo", "kvxferd.doctor", "kvxferd.bench"),
         ),
-        ("import kvxferd.mover.supervisor.pool", LIBRARIES),
+        ("import kvxferd.mover.supervisor.processes", LIBRARIES),
         ("import kvxferd.integrations.vllm.layout.derivation", (*LIBRARIES, "vllm")),
         (
             "import kvxferd.integrations.sglang.transfers, kvxferd.integrations.sglang.hooks as hooks\n"

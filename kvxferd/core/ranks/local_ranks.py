@@ -9,11 +9,11 @@ from kvxferd.core.effects import (
     BindMover,
     CloseWorkerConnection,
     CommitRegionFds,
-    RequestMover,
     SendToWorker,
 )
 from kvxferd.core.peers.manifest_checks import check_names, check_spec
 from kvxferd.core.ranks.member import Member
+from kvxferd.core.ranks.mover_pool import MoverPool
 from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import user_owner
 from kvxferd.core.ranks.placements import record_placement
@@ -63,12 +63,14 @@ class LocalRanks:
         context: NodeContext,
         registry: Registry,
         movers: Movers,
+        mover_pool: MoverPool,
         member: Member,
         on_change: OnRankChange,
     ) -> None:
         self._context = context
         self._registry = registry
         self._movers = movers
+        self._mover_pool = mover_pool
         self._member = member
         self._on_change = on_change
         self._checks = RegistrationChecks(context, registry)
@@ -139,16 +141,10 @@ class LocalRanks:
         self._request_mover(session, rank)
 
     def _request_mover(self, session: Session, rank: LocalRank) -> None:
-        """Request a mover, unless the session's last request is still open: each mover is a process.
-
-        A rank that was suspended and resumed again and again had hundreds of movers started, and other ranks
-        got none.
-        """
         if rank.resident:
-            self._context.emit(RequestMover(session.session_id, rank.resident))
-        elif not session.awaits_mover:
-            session.awaits_mover = True
-            self._context.emit(RequestMover(session.session_id))
+            self._mover_pool.request_resident(session.session_id)
+        else:
+            self._mover_pool.request(session.session_id)
 
     def _register_again(self, rank: LocalRank, message: Register) -> None:
         if (message.engine.key, message.engine.rank) != (rank.spec.key, rank.spec.rank):
@@ -187,8 +183,6 @@ class LocalRanks:
     def mover_assigned(self, session: Session | None, mover: Mover, library: str) -> None:
         """Bind the mover to the session's rank, or kill it if the rank does not need one any more."""
         self._movers.add(mover)
-        if session is not None and not mover.resident:
-            session.awaits_mover = False
         rank = session.rank if session is not None else None
         if session is None or rank is None or not self._needs(rank, mover):
             self._movers.kill(mover.mover_id)
@@ -271,7 +265,6 @@ class LocalRanks:
 
     def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
         """Refuse the registration, or close a session that is registered: no mover is available."""
-        session.awaits_mover = False
         if session.rank is not None and session.rank.state is RankState.MAPPING:
             self._refuse_or_close(session, refusal)
 

@@ -147,6 +147,10 @@ class Movers:
         self._on_leaving(mover)
         self.reconsider(mover.mover_id)
 
+    def num_children(self) -> int:
+        """Return how many of the movers are processes of their own."""
+        return sum(not mover.resident for mover in self._movers.values())
+
     def num_ending(self) -> int:
         """Return how many movers get nothing new and are not dead yet."""
         return sum(mover.state is not MoverState.SERVING for mover in self._movers.values())

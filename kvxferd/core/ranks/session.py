@@ -66,7 +66,6 @@ class Session:
     greeted: bool = False
     rank: LocalRank | None = None
     attached: EngineKey | None = None
-    awaits_mover: bool = False  # a child mover was requested and has not come: one at a time
     num_offers: int = 0  # of movers so far; the last offer has this number
     replies_once_unmapped: list[worker.Refused | worker.Suspended] = field(default_factory=list)
     assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)

@@ -1,4 +1,4 @@
-"""The daemon's end of one mover: its socket and its pidfd."""
+"""The daemon's end of one mover: of a child its socket and its pidfd, of a resident mover its socket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 
-from kvxferd.errors import KvxferdError
+from kvxferd.core.ranks.movers import STUCK_S
 from kvxferd.frame_socket import close_fds, dup_fds
 from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import AgentName, MoverId
@@ -19,16 +19,13 @@ from kvxferd.wire.codec import FROM_MOVER, encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
 from kvxferd.wire.framing import Frame
-from kvxferd.wire.mover import FromMover, MoverUp
+from kvxferd.wire.mover import FromMover, MoverLeaving, MoverUp
 
 _LOG = logging.getLogger(__name__)
 
 
 class MoverHandle:
-    """One mover process. Made by the pool; belongs to one rank once it is assigned.
-
-    `pidfd` is open until `on_exit` has returned; a caller that needs it longer duplicates it.
-    """
+    """One mover process. `pidfd` is open until `on_exit` has returned; who needs it longer duplicates it."""
 
     def __init__(
         self,
@@ -37,9 +34,8 @@ class MoverHandle:
         sock: socket.socket,
         on_message: Callable[[MoverHandle, FromMover], None],
         on_exit: Callable[[MoverHandle], None],
-        on_stream_closed: Callable[[MoverHandle], None],
     ) -> None:
-        """`on_stream_closed` is called where the mover closed its end or is cut off."""
+        """`on_exit` is called once, after the last message, when nothing that it posted writes any more."""
         self.mover_id = mover_id
         self.agent = agent
         self.library = ""
@@ -48,8 +44,12 @@ class MoverHandle:
         self._stream = FrameStream(sock, self._read, self._on_stream_end)
         self._on_message = on_message
         self._on_exit = on_exit
-        self._on_stream_closed = on_stream_closed
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def is_unforked(self) -> bool:
+        """Whether it has no process yet."""
+        return self.pid < 0
 
     @property
     def is_alive(self) -> bool:
@@ -76,7 +76,7 @@ class MoverHandle:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
-    # --- for the pool
+    # --- for `MoverProcesses`
 
     def attach(self, pid: int, pidfd: int) -> None:
         """Begin to read from the process, which runs. Takes ownership of the pidfd."""
@@ -86,17 +86,12 @@ class MoverHandle:
         self._loop.add_reader(pidfd, self._handle_exit)
 
     def discard(self) -> None:
-        """Close it without a callback: the process was never made, or is of no interest any more."""
+        """Close everything without a callback: the process was never made, or is gone. Idempotent."""
         self._stream.close()
         if self.pidfd >= 0:
             self._loop.remove_reader(self.pidfd)
             os.close(self.pidfd)
             self.pidfd = -1
-
-    def notice_exit(self) -> None:
-        """Report the exit now if the process is gone, before the event loop comes to it."""
-        if self.pidfd >= 0 and not self.is_alive:
-            self._handle_exit()
 
     # --- callbacks of the event loop
 
@@ -108,7 +103,7 @@ class MoverHandle:
         if reason:
             _LOG.error("mover cut off: agent=%s reason=%s", self.agent, reason)
         self._stream.close()
-        self._on_stream_closed(self)
+        self.kill()  # it cannot be reached any more
 
     def _decode_frame(self, frame: Frame) -> None:
         close_fds(frame.fds)
@@ -117,12 +112,7 @@ class MoverHandle:
     def _handle(self, message: FromMover) -> None:
         if isinstance(message, MoverUp):
             self.library = message.library
-        try:
-            self._on_message(self, message)
-        except KvxferdError as error:
-            _LOG.error("mover message failed: agent=%s reason=%s", self.agent, error.message)
-        except Exception:
-            _LOG.exception("mover message failed: agent=%s", self.agent)
+        self._on_message(self, message)
 
     def _handle_exit(self) -> None:
         self._loop.remove_reader(self.pidfd)
@@ -133,3 +123,98 @@ class MoverHandle:
             self._on_exit(self)
         finally:
             self.discard()
+
+
+class ResidentHandle(MoverHandle):
+    """One resident mover. `on_exit` is called when its stream has ended, or its worker is dead.
+
+    The mover closes its end after it has destroyed its agent. EOF here means what process exit means for a
+    child mover: nothing that it posted writes any more. It cannot be forced.
+    """
+
+    def __init__(
+        self,
+        mover_id: MoverId,
+        sock: socket.socket,
+        worker: tuple[int, int],
+        on_message: Callable[[MoverHandle, FromMover], None],
+        on_exit: Callable[[MoverHandle], None],
+    ) -> None:
+        """`worker`: its process id, and a descriptor that is readable once it is dead, -1 for none.
+
+        The handle owns the descriptor. The agent's name comes with the mover's `MoverUp`.
+        """
+        super().__init__(mover_id, AgentName(""), sock, on_message, on_exit)
+        self.pid, self._worker_exit_fd = worker
+        self._end_requested = False
+        self._discards_input = False  # it is cut off: only EOF is waited for
+        self._stream.set_reading()
+        if self._worker_exit_fd >= 0:
+            self._loop.add_reader(self._worker_exit_fd, self._handle_exit)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._stream.fileno() >= 0 and not self._end_requested
+
+    def kill(self) -> None:
+        """Ask it to end, by closing the sending side: at EOF it destroys its agent and closes. Idempotent."""
+        if self.is_alive:
+            self._end_requested = True
+            self._stream.shutdown_write()
+            self._loop.call_later(STUCK_S, self._log_stuck)
+
+    def discard(self) -> None:
+        """Close everything, whatever the mover does; no callback follows."""
+        self._stream.close()
+        self._close_worker_exit_fd()
+
+    def _log_stuck(self) -> None:
+        if self._stream.fileno() >= 0:
+            # Blocks of its pulls in doubt stay out of use until it ends, or its worker does.
+            _LOG.error(
+                "resident mover stuck in the transfer library: agent=%s worker_pid=%d after_s=%g",
+                self.agent,
+                self.pid,
+                STUCK_S,
+            )
+
+    def _read(self) -> bool:
+        if not self._discards_input:
+            return super()._read()
+        if self._stream.discard_received():
+            self._handle_exit()
+        return False
+
+    def _on_stream_end(self, reason: str) -> None:
+        if not reason:
+            self._handle_exit()
+            return
+        _LOG.error("resident mover cut off: agent=%s worker_pid=%d reason=%s", self.agent, self.pid, reason)
+        self._discards_input = True
+        self.kill()
+
+    def _handle(self, message: FromMover) -> None:
+        match message:
+            case MoverUp():
+                self.agent = message.agent
+            case MoverLeaving():
+                _LOG.warning(
+                    "resident mover ended: agent=%s worker_pid=%d reason=%s",
+                    self.agent,
+                    self.pid,
+                    message.message,
+                )
+        super()._handle(message)
+
+    def _handle_exit(self) -> None:
+        if self._stream.fileno() < 0:
+            return
+        self.discard()
+        self._on_exit(self)
+
+    def _close_worker_exit_fd(self) -> None:
+        exit_fd, self._worker_exit_fd = self._worker_exit_fd, -1
+        if exit_fd >= 0:
+            self._loop.remove_reader(exit_fd)
+            with contextlib.suppress(OSError):
+                os.close(exit_fd)

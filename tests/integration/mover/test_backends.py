@@ -16,7 +16,7 @@ async def test_a_backend_that_cannot_be_used_is_refused_at_start(name: str) -> N
         with pytest.raises(MoverError) as refused:
             await node.pool.acquire()
         assert refused.value.code is Code.NIXL_UNAVAILABLE
-        assert refused.value.message == node.pool.status().reason
+        assert refused.value.message == node.pool.decisions.unavailable
         assert f"cannot use mover.backend = {name}: " in refused.value.message
         for plugin in set(import_library().plugins()) - STORAGE_BACKENDS:
             assert plugin in refused.value.message

@@ -51,7 +51,7 @@ def parent_of(pid: int) -> int:
 async def take_again(node: Node) -> MoverHandle:
     """Take a mover as a client registers: again, when it is told that the last one was lost."""
     async with asyncio.timeout(DEADLINE_S):
-        while node.pool.status().library or node.pool.status().num_warm:  # noqa: ASYNC110
+        while node.pool.decisions.library or node.pool.decisions.num_ready:  # noqa: ASYNC110
             await asyncio.sleep(0)  # the death of the old parent has not been noticed yet
         while True:
             try:

@@ -21,9 +21,9 @@ from tests.support.mover_harness import DEADLINE_S, Node, wait_until
 
 async def parent_of(node: Node) -> ForkserverClient:
     """Return the movers' parent once it forks."""
-    await wait_until(lambda: bool(node.pool.status().library), "the parent forks")
-    assert node.pool._forkserver is not None
-    return node.pool._forkserver
+    await wait_until(lambda: bool(node.pool.decisions.library), "the parent forks")
+    assert node.pool.processes._forkserver is not None
+    return node.pool.processes._forkserver
 
 
 @contextmanager
@@ -80,7 +80,7 @@ async def test_a_pool_whose_parent_cannot_be_watched_starts_another(monkeypatch:
     failing = Failing(2)
     monkeypatch.setattr(os, "pidfd_open", failing)
     async with Node("here", size=0) as node:
-        await wait_until(lambda: bool(node.pool.status().library), "the parent forks")
+        await wait_until(lambda: bool(node.pool.decisions.library), "the parent forks")
         assert (await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)).is_alive
     assert not [pid for pid in failing.pids if os.path.exists(f"/proc/{pid}")]
 
@@ -112,9 +112,9 @@ async def test_a_parent_without_descriptors_forks_later_and_keeps_its_movers() -
         resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             node.pool.resize(1)
-            await wait_until(lambda: node.pool._decisions._num_failed_forks >= 2, "two forks have failed")
+            await wait_until(lambda: node.pool.decisions._num_failed_forks >= 2, "two forks have failed")
         finally:
             resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, limits)
-        await wait_until(lambda: node.pool.status().num_warm == 1, "one is warm")
+        await wait_until(lambda: node.pool.decisions.num_ready == 1, "one is warm")
         assert first.is_alive
-        assert node.pool._decisions._num_failed_forks == 0
+        assert node.pool.decisions._num_failed_forks == 0

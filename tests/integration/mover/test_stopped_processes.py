@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 from collections.abc import AsyncIterator
 
@@ -25,18 +24,18 @@ async def node() -> AsyncIterator[Node]:
 
 
 async def one_is_ready(node: Node) -> None:
-    await wait_until(lambda: node.pool.status().num_warm == 1, "a mover is ready")
+    await wait_until(lambda: node.pool.decisions.num_ready == 1, "a mover is ready")
 
 
 def signal_forkserver(node: Node, number: int) -> None:
-    assert node.pool.forkserver_pid is not None
-    os.kill(node.pool.forkserver_pid, number)
+    assert node.pool.processes.forkserver_pid is not None
+    os.kill(node.pool.processes.forkserver_pid, number)
 
 
 def requests_that_wait(node: Node, number: int) -> list[asyncio.Task[MoverHandle]]:
     """Return requests behind those for which movers are ready: one may be, however soon this comes."""
     requests = [
-        asyncio.ensure_future(node.pool.acquire()) for _ in range(node.pool.status().num_warm + number)
+        asyncio.ensure_future(node.pool.acquire()) for _ in range(node.pool.decisions.num_ready + number)
     ]
     return requests[-number:]
 
@@ -49,15 +48,6 @@ async def test_sigkill_ends_a_stopped_mover(node):
     os.kill(second.pid, signal.SIGKILL)
     await node.gone(second)
     assert node.exits == [first.mover_id, second.mover_id]
-
-
-async def test_a_dead_ready_mover_is_not_assigned(node):
-    (dead_id,) = node.pool._decisions.warm()
-    dead = node.pool._handles[dead_id]
-    os.kill(dead.pid, signal.SIGKILL)
-    select.select([dead.pidfd], [], [], DEADLINE_S)  # the event loop does not come to it before the request
-    assert (await node.pool.acquire()).mover_id != dead_id
-    assert node.pool.num_died_unassigned == 1
 
 
 async def test_the_forkservers_death_ends_stopped_movers_and_refuses_what_waits(node):

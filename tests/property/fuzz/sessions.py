@@ -15,6 +15,7 @@ from kvxferd.wire.codec import CLIENT_MESSAGES, FROM_MOVER, PEER_MESSAGES, Decod
 from kvxferd.wire.limits import MAX_FRAME_BYTES
 from tests.property.fuzz.draw import Draw
 from tests.property.fuzz.recorded_sessions import SETTINGS, Tape, tapes
+from tests.support.sim.node import LIBRARY
 
 MAX_EFFECTS = 10_000  # of one event: a message never sets off more than the node has transfers and ranks
 MAX_TICKS = 20_000
@@ -34,6 +35,7 @@ class Replay:
         self.node = Node(
             boot=tape.boot, endpoint=tape.endpoint, settings=SETTINGS, new_token=lambda: next(tokens)
         )
+        self.node.feed(ev.ForkserverReady(LIBRARY), 0.0)
         self.now = 0.0
         self.sessions: set[int] = set()
         self.movers: set[int] = set()
@@ -45,14 +47,12 @@ class Replay:
                 if event.session in self.sessions:
                     return  # the shell never gives a number twice
                 self.sessions.add(event.session)
-            case ev.MoverAssigned():
-                if event.mover in self.movers:
-                    return
-                self.movers.add(event.mover)
         effects = self.node.feed(event, self.now)
         assert len(effects) < MAX_EFFECTS
         self.node.check_integrity()
         for effect in effects:
+            if isinstance(effect, fx.ForkMover):
+                self.movers.add(effect.mover)
             if isinstance(effect, fx.SendToWorker | fx.SendToMover | fx.BindMover):
                 assert len(encode(effect.message)) <= MAX_FRAME_BYTES
 

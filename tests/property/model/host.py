@@ -29,7 +29,7 @@ from tests.property.model.digest import CLOCK_START, digest
 from tests.property.model.process import NUM_SLOTS, OVERWRITTEN, Page, Process
 from tests.property.model.scenario import SETTINGS, Scenario
 from tests.property.model.told import ToldWorker
-from tests.support.sim.node import SimNode
+from tests.support.sim.node import LIBRARY, SimNode
 from tests.support.sim.schedule import Schedule
 
 BLOCK_TOKENS = 4
@@ -63,7 +63,7 @@ class Mover:
 
     mover: int
     agent: str
-    worker: Process
+    worker: Process | None = None  # from its offer on
     alive: bool = True
     jobs: dict[int, Job] = field(default_factory=dict)
     remotes: set[str] = field(default_factory=set)
@@ -99,12 +99,15 @@ class Host(SimNode):
 
     def _start_node(self) -> Node:
         tokens = self.tokens  # of `self` the digest would see what counts its events
-        return Node(
+        node = Node(
             boot=f"boot-{self.name}-{self.era}",
             endpoint=endpoint_of(self.name),
             settings=SETTINGS,
             new_token=lambda: f"{next(tokens):032x}",
         )
+        node.feed(ev.ForkserverReady(LIBRARY), self.clock)
+        node.mover_pool._last_number = max(self.movers, default=0)  # movers of an earlier daemon may live
+        return node
 
     def _add_processes(self) -> None:
         scenario = self.scenario
@@ -537,6 +540,8 @@ class Host(SimNode):
         if process := self.workers.get(effect.session):
             self._check_told(process, effect)
             page = self.fences[effect.session] if effect.with_fence_page else None
+            if effect.pidfd_of is not None:
+                self.movers[effect.pidfd_of].worker = process
             process.down.append((effect.message, page, effect.pidfd_of))
 
     def _check_told(self, process: Process, effect: fx.SendToWorker) -> None:
@@ -564,11 +569,9 @@ class Host(SimNode):
     def overwrite_fence_word(self, session: int, slot: int) -> None:
         self.fences[session].overwrite(slot)
 
-    def request_mover(self, session: int) -> None:
-        number = next(self.numbers)
-        mover = Mover(number, f"{self.name}/{number}", self.workers[session])
-        self.movers[number] = mover
-        self.feed_soon(ev.MoverAssigned(session, number, mover.agent, "model"))
+    def fork_mover(self, mover: int, agent: str) -> None:
+        self.movers[mover] = Mover(mover, agent)
+        self.report_up(mover, agent)
 
     def kill_mover(self, mover: int) -> None:
         killed = self.movers[mover]
@@ -578,7 +581,8 @@ class Host(SimNode):
             killed.reports.append(ev.MoverDied(mover))
         if mover in self.orphans or not self.is_up:
             killed.reports.clear()
-        killed.worker.mover_died(mover)
+        if killed.worker is not None:
+            killed.worker.mover_died(mover)
 
     def bind_mover(self, effect: fx.BindMover) -> None:
         assert effect.mover in self.watched, "a mover has memory that its worker does not watch"

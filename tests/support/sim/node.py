@@ -8,12 +8,15 @@ from typing import assert_never
 from kvxferd.core import Node
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.ids import Endpoint, SessionId
+from kvxferd.ids import AgentName, Endpoint, MoverId, SessionId
 from kvxferd.plan import PlanJob
 from kvxferd.records import Record, ServedRecord
+from kvxferd.wire.mover import MoverUp
 from tests.support.fetched_engine import outcome_of
 from tests.support.sim.ports import Ports
 from tests.support.sim.schedule import Later
+
+LIBRARY = "simulated"  # by its name the forkserver's transfer library
 
 
 class SimNode(Ports):
@@ -84,8 +87,12 @@ class SimNode(Ports):
                 self.create_fence_page(effect.session)
             case fx.OverwriteFenceWord():
                 self.overwrite_fence_word(effect.session, effect.slot)
-            case fx.RequestMover():
-                self.request_mover(effect.session)
+            case fx.ForkMover():
+                self.fork_mover(effect.mover, effect.agent)
+            case fx.AcceptResidentMover():
+                self.accept_resident_mover(effect.mover, effect.session)
+            case fx.StartForkserver():
+                self.feed_soon(ev.ForkserverReady(LIBRARY))
             case fx.KillMover():
                 self.kill_mover(effect.mover)
             case fx.SendToMover():
@@ -111,7 +118,13 @@ class SimNode(Ports):
             case _:
                 assert_never(effect)
 
+    def report_up(self, mover: MoverId, agent: AgentName) -> None:
+        """Report that a mover has made its agent, after the other effects of the present event."""
+        self.feed_soon(ev.MoverMessage(mover, MoverUp(agent=agent, library=LIBRARY, pid=1)))
+
     # --- effects that a shell may do without
+
+    def accept_resident_mover(self, mover: MoverId, session: SessionId) -> None: ...
 
     def commit_region_fds(self, session: SessionId) -> None: ...
 

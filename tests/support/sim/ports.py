@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from kvxferd.core import effects as fx
-from kvxferd.ids import Endpoint, MoverId, SessionId
+from kvxferd.ids import AgentName, Endpoint, MoverId, SessionId
 from kvxferd.wire.common import Message
 
 
@@ -26,7 +26,7 @@ class Ports(ABC):
     def overwrite_fence_word(self, session: SessionId, slot: int) -> None: ...
 
     @abstractmethod
-    def request_mover(self, session: SessionId) -> None: ...
+    def fork_mover(self, mover: MoverId, agent: AgentName) -> None: ...
 
     @abstractmethod
     def kill_mover(self, mover: MoverId) -> None: ...

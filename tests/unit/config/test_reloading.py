@@ -89,7 +89,6 @@ async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daem
     daemon._admin = NodeAdmin(
         running,
         daemon._node,
-        daemon._movers.pool,
         daemon._recorders.history,
         daemon._on_event,
         daemon.drain,

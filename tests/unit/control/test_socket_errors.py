@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 import socket
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
-from kvxferd.config import MoverConfig, WorkerConfig
-from kvxferd.control.mover_assignment import MoverAssignment
+from kvxferd.config import WorkerConfig
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.watched_socket import WatchedSocket
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
-from kvxferd.core.effects import RequestMover
-from kvxferd.core.events import Event, MoverUnavailable
-from kvxferd.core.node import Node
 from kvxferd.errors import Code
-from kvxferd.ids import BootId, Endpoint, SessionId
+from kvxferd.ids import Endpoint, SessionId
 from kvxferd.wire.limits import MAX_FRAME_BYTES
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
 from kvxferd.wire.worker import Farewell
@@ -127,42 +121,49 @@ async def test_without_descriptors_it_waits_and_does_not_spin(workers):
     assert workers.num_accepts <= 3
 
 
-# --- A resident mover where the node's movers have another backend: refused, and nothing of it is kept
+class FailingNode:
+    """A core with a bug: it raises at some events, and asks for effects that cannot be done."""
+
+    pulls = ()
+
+    def __init__(self) -> None:
+        self.fed: list[ev.Event] = []
+        self.context = self
+
+    def feed(self, event: ev.Event, now: float) -> list[fx.Effect]:
+        self.fed.append(event)
+        if isinstance(event, ev.DrainRequested):
+            raise KeyError("a bug")
+        return self.take_effects()
+
+    def pop_effects(self) -> list[fx.Effect]:
+        return [fx.SendToWorker(SessionId(1), None), fx.OverwriteFenceWord(SessionId(1), 7)]
+
+    def next_deadline(self) -> float | None:
+        return None
 
 
-SESSION = SessionId(7)
+class Overwritten:
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+
+    def overwrite_fence_word(self, session: SessionId, slot: int) -> None:
+        self.slots.append(slot)
+
+    def send(self, *args: object) -> None:
+        raise OSError("no descriptors")
+
+    def set_busy(self, busy: bool) -> None:
+        pass
 
 
-class OneMover:
-    """As much of the worker socket as hands over a session's resident mover."""
-
-    def __init__(self, sock: socket.socket, exit_fd: int) -> None:
-        self._brought = sock, (os.getpid(), exit_fd)
-
-    def detach_mover(self, session: SessionId) -> Any:
-        assert session == SESSION
-        return self._brought
-
-
-@pytest.mark.parametrize("has_pidfd", [True, False])
-def test_a_resident_mover_is_refused_beside_another_backend(has_pidfd: bool) -> None:
-    ours, theirs = socket.socketpair()
-    exit_fd = os.dup(0) if has_pidfd else -1
-    events: list[Event] = []
-    assignment = MoverAssignment(
-        MoverConfig(backend="LIBFABRIC"),
-        BootId("here"),
-        cast(Node, None),
-        cast(WorkerSocket, OneMover(ours, exit_fd)),
-        events.append,
-    )
-    assignment.acquire(RequestMover(SESSION, resident=True))
-    (event,) = events
-    assert isinstance(event, MoverUnavailable)
-    assert (event.session, event.refusal.code) == (SESSION, Code.NIXL_UNAVAILABLE)
-    assert "mover.backend here is LIBFABRIC" in event.refusal.message
-    assert theirs.recv(1) == b"", "the daemon's end is closed, so the worker's thread ends"
-    if has_pidfd:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(exit_fd)
-    theirs.close()
+async def test_what_fails_keeps_nothing_else_from_being_done():
+    daemon = Daemon(LoadedConfig(Config()))
+    daemon._node = FailingNode()
+    daemon._movers = shell = Overwritten()
+    daemon._effects = EffectRunner(shell, *[None] * 5, daemon._on_event)
+    daemon._on_event(ev.Tick())
+    daemon._on_event(ev.DrainRequested())
+    daemon._on_event(ev.Tick())
+    assert len(daemon._node.fed) == 3
+    assert shell.slots == [7, 7, 7]

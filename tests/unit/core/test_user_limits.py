@@ -153,7 +153,9 @@ def test_a_resident_mover_that_nobody_wants_is_not_taken() -> None:
             ev.WorkerMessage(first.session, wk.NewMover(), None, b""), world.now
         )
     ]
-    assert wanted == [fx.RequestMover(first.session, True)]
+    (accepted,) = wanted
+    assert isinstance(accepted, fx.AcceptResidentMover)
+    assert accepted.session == first.session
 
 
 # --- what peers have wait here

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.core import Settings
-from kvxferd.core import events as ev
 from kvxferd.core.ranks.local_ranks import MAX_UNACKNOWLEDGED, OFFER_RETRY_S, OFFER_TIMEOUT_S
 from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
@@ -136,23 +135,18 @@ def test_a_mover_that_comes_once_its_rank_sleeps_gets_no_memory(world):
     host.give_movers = False
     worker = world.register(host, spec_of("decode"))
     worker.say(wk.Suspend())
-    late = world.mover(host, worker)
-    world.feed(host, ev.MoverAssigned(worker.session, late.mover, late.agent, "simulated"))
+    late = host.bring_mover()
     assert not late.alive
     assert not offers(worker)
 
 
 def resume_resident(world, worker):
     """Have a rank's memory served by a mover in its own process from now on; return the mover."""
-    host = worker.host
     worker.say(wk.Suspend())
     (region,) = worker.layout.regions
     export = wk.RegionExport(region.region, region.size_bytes, kind="resident", address=4096)
-    host.give_movers = False
     worker.say(wk.Resume(request=2, regions=(export,), incarnation="second", placement="resident"))
-    mover = world.mover(host, worker)
-    world.feed(host, ev.MoverAssigned(worker.session, mover.mover, mover.agent, "simulated", resident=True))
-    return mover
+    return mover_of(worker)
 
 
 def test_child_movers_alone_get_the_settings_of_movers(world):

@@ -12,7 +12,7 @@ from kvxferd.core import events as ev
 from kvxferd.core.limits.table import ARRIVING_ID_BYTES
 from kvxferd.core.worker_requests import MAX_PREPARED
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, MoverId
+from kvxferd.ids import MoverId
 from kvxferd.layout import PackedBlocks
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
@@ -158,9 +158,8 @@ def test_without_movers_the_registration_is_refused_and_the_session_lives(world)
     host = world.host("p")
     host.give_movers = False
     worker = world.register(host, spec_of("e"))
-    text = "cannot register: nixl is not installed"
-    world.feed(host, ev.MoverUnavailable(worker.session, Refusal(Code.NIXL_UNAVAILABLE, text)))
-    assert refusal(worker).code is Code.NIXL_UNAVAILABLE
+    world.feed(host, ev.MoverNotStarted(max(host.movers), Refusal(Code.MOVER_LOST, "no process is left")))
+    assert refusal(worker).code is Code.MOVER_LOST
     host.give_movers = True
     world.register_again(worker)
     assert worker.received(wk.Registered)
@@ -270,23 +269,21 @@ def test_a_rank_whose_resume_is_refused_may_be_resumed_again(world, is_bound):
     for number in range(2):
         message = wk.Resume(request=2 + number, regions=worker.exports(), incarnation=f"n{number}")
         effects = host.node.feed(ev.WorkerMessage(worker.session, message), world.now)
-        assert [e for e in effects if isinstance(e, fx.RequestMover)]
-        refusal = Refusal(Code.NIXL_UNAVAILABLE, "no mover")
+        (fork,) = [e for e in effects if isinstance(e, fx.ForkMover)]
+        refusal = Refusal(Code.MOVER_LOST, "no mover")
         if is_bound:
-            assigned = ev.MoverAssigned(
-                worker.session, MoverId(90 + number), AgentName(f"a/{number}"), "nixl"
-            )
-            host.node.feed(assigned, world.now)
+            up = mv.MoverUp(agent=fork.agent, library="nixl", pid=1)
+            host.node.feed(ev.MoverMessage(fork.mover, up), world.now)
             acknowledged = wk.MoverAcknowledged(number=2 + number)
             host.node.feed(ev.WorkerMessage(worker.session, acknowledged), world.now)
             refused = mv.BindRefused(code=refusal.code, message=refusal.message)
-            effects = host.node.feed(ev.MoverMessage(MoverId(90 + number), refused), world.now)
-            assert [e.mover for e in effects if isinstance(e, fx.KillMover)] == [90 + number]
-            effects = host.node.feed(ev.MoverDied(MoverId(90 + number)), world.now)
+            effects = host.node.feed(ev.MoverMessage(fork.mover, refused), world.now)
+            assert [e.mover for e in effects if isinstance(e, fx.KillMover)] == [fork.mover]
+            effects = host.node.feed(ev.MoverDied(fork.mover), world.now)
         else:
-            effects = host.node.feed(ev.MoverUnavailable(worker.session, refusal), world.now)
+            effects = host.node.feed(ev.MoverNotStarted(fork.mover, refusal), world.now)
         replies = [e.message for e in effects if isinstance(e, fx.SendToWorker)]
-        assert [(r.request, r.code) for r in replies] == [(2 + number, Code.NIXL_UNAVAILABLE)]
+        assert [(r.request, r.code) for r in replies] == [(2 + number, Code.MOVER_LOST)]
         host.node.check_integrity()
     worker.resume("last", request=4)
     assert [m.request for m in worker.received(wk.Registered)] == [1, 4]
@@ -332,7 +329,7 @@ def test_what_was_prepared_for_another_registration_is_not_used(world):
     host.give_movers = False
     sink = world.register(host, spec_of("decode"))
     sink.say(wk.Prepare(ref=ref))
-    world.feed(host, ev.MoverUnavailable(sink.session, Refusal(Code.MOVER_LOST, "none")))
+    world.feed(host, ev.MoverNotStarted(max(host.movers), Refusal(Code.MOVER_LOST, "none")))
     host.give_movers = True
     sink.layout = attention_layout(
         spec=sink.spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=32, layout="NHD"

@@ -107,16 +107,9 @@ def test_a_pull_that_ends_every_mover_fails_after_some(world, source, sink):
         world.advance(1)
         sink.host.give_movers = True
         if sink.ended(ticket) is None:
-            _held_mover(world, sink)
+            sink.host.bring_mover(hold=True)
     failed = sink.ended(ticket)
     assert (failed.code, failed.safe_to_reuse) == (Code.MOVER_LOST, True)
-
-
-def _held_mover(world: World, worker: Worker) -> None:
-    """Give the rank a mover that holds what it gets."""
-    mover = world.mover(worker.host, worker)
-    mover.hold = True
-    world.feed(worker.host, ev.MoverAssigned(worker.session, mover.mover, mover.agent, "simulated"))
 
 
 def test_a_pull_whose_time_is_up_is_not_read_again(world, source, sink):
@@ -329,7 +322,7 @@ def test_a_grant_that_ended_before_the_next_mover_came_is_asked_for_anew(world, 
     source.say(wk.Unpublish(transfer_id="t1"))
     world.advance(world.settings.lease_s)
     assert sink.ended(ticket) is None
-    _held_mover(world, sink)
+    sink.host.bring_mover(hold=True)
     world.advance(1)
     assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.RELEASED, True)
 
