@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -50,15 +49,6 @@ class MoverHandle:
     def is_unforked(self) -> bool:
         """Whether it has no process yet."""
         return self.pid < 0
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process runs. It may be False before `on_exit` is called."""
-        if self.pidfd < 0:
-            return False
-        poller = select.poll()  # select would fail in a daemon of more than 1,024 descriptors
-        poller.register(self.pidfd, select.POLLIN)
-        return not poller.poll(0)
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message; never blocks. Does nothing for a mover that is gone, which `on_exit` reports."""
@@ -152,13 +142,9 @@ class ResidentHandle(MoverHandle):
         if self._worker_exit_fd >= 0:
             self._loop.add_reader(self._worker_exit_fd, self._handle_exit)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._stream.fileno() >= 0 and not self._end_requested
-
     def kill(self) -> None:
         """Ask it to end, by closing the sending side: at EOF it destroys its agent and closes. Idempotent."""
-        if self.is_alive:
+        if self._stream.fileno() >= 0 and not self._end_requested:
             self._end_requested = True
             self._stream.shutdown_write()
             self._loop.call_later(STUCK_S, self._log_stuck)

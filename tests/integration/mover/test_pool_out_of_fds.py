@@ -16,7 +16,7 @@ import pytest
 from kvxferd.errors import MoverError
 from kvxferd.mover.backends import DEFAULT_BACKEND
 from kvxferd.mover.supervisor.forkserver_client import ForkserverClient, start_forkserver
-from tests.support.mover_harness import DEADLINE_S, Node, wait_until
+from tests.support.mover_harness import DEADLINE_S, Node, is_alive, wait_until
 
 
 async def parent_of(node: Node) -> ForkserverClient:
@@ -43,7 +43,7 @@ async def test_without_any_descriptor_takers_are_refused_until_there_are_some() 
             for _ in range(3):
                 with pytest.raises(MoverError):
                     await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)
-        assert (await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)).is_alive
+        assert is_alive((await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)).pid)
 
 
 class Failing:
@@ -81,7 +81,7 @@ async def test_a_pool_whose_parent_cannot_be_watched_starts_another(monkeypatch:
     monkeypatch.setattr(os, "pidfd_open", failing)
     async with Node("here", size=0) as node:
         await wait_until(lambda: bool(node.pool.decisions.library), "the parent forks")
-        assert (await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)).is_alive
+        assert is_alive((await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)).pid)
     assert not [pid for pid in failing.pids if os.path.exists(f"/proc/{pid}")]
 
 
@@ -100,7 +100,7 @@ async def test_a_mover_whose_pidfd_has_no_room_is_a_failed_launch_and_the_others
             await asyncio.wait_for(taking, DEADLINE_S)
         await wait_until(lambda: children_of(parent.pid) == [str(first.pid)], "the second is gone")
         second = await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)
-        assert first.is_alive
+        assert is_alive(first.pid)
         assert {str(first.pid), str(second.pid)} == set(children_of(parent.pid))
 
 
@@ -116,5 +116,5 @@ async def test_a_parent_without_descriptors_forks_later_and_keeps_its_movers() -
         finally:
             resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, limits)
         await wait_until(lambda: node.pool.decisions.num_ready == 1, "one is warm")
-        assert first.is_alive
+        assert is_alive(first.pid)
         assert node.pool.decisions._num_failed_forks == 0

@@ -58,9 +58,7 @@ async def test_nonsense_of_a_mover_leaves_nothing_open(process: subprocess.Popen
     ended = asyncio.Event()
     before = num_open_fds()
     ours, theirs = socket.socketpair()
-    handle = MoverHandle(
-        MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: ended.set(), MoverHandle.kill
-    )
+    handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: ended.set())
     link = FrameSocket(theirs)
     for payload in (encode(Polling(token=1)), b"nonsense", encode(Polling(token=2))):
         link.send(payload, dup_fds([theirs.fileno()] * 3))
@@ -77,9 +75,7 @@ async def test_a_mover_that_does_not_read_is_killed(process: subprocess.Popen[by
     ended = asyncio.Event()
     before = num_open_fds()
     ours, theirs = socket.socketpair()
-    handle = MoverHandle(
-        MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: ended.set(), MoverHandle.kill
-    )
+    handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: ended.set())
     handle.attach(process.pid, os.pidfd_open(process.pid))
     part = BlockIds(stream=1, group=GroupName("g"), offset=0, ids=bytes(3 << 20))
     while handle._stream.fileno() >= 0:
@@ -92,7 +88,7 @@ async def test_a_mover_that_does_not_read_is_killed(process: subprocess.Popen[by
 async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_in_part() -> None:
     """Its parts would be taken for the beginning of the next message's."""
     ours, theirs = socket.socketpair()
-    handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: None, MoverHandle.kill)
+    handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: None)
     before = num_open_fds()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + MAX_FDS_PER_FRAME + 20, hard))

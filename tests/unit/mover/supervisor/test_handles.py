@@ -68,7 +68,7 @@ async def test_one_that_does_not_read_is_cut_off_and_its_rank_has_lost_it() -> N
     async with asyncio.timeout(30):
         for token in range(NUM_MESSAGES):
             link.send(encode(Polling(token=token)))
-        while handle.is_alive or not link.is_flushed:
+        while not handle._end_requested or not link.is_flushed:
             link.flush()
             await asyncio.sleep(0)
         assert 0 < num_replies - MAX_UNSENT_BYTES // (3 << 20) <= MAX_FRAMES_PER_TURN
