@@ -53,14 +53,21 @@ def register(
     shared = {name: place for name, place in regions.items() if isinstance(place, SharedMemory)}
     if len(shared) == len(regions) and not any(place.is_resident for place in shared.values()):
         return client.register(engine, layout, shared, timeout_s)
-    launcher = Launcher(make_transport or _nixl_transport)
+
+    def launch(boot: BootId, exports: tuple[RegionExport, ...]) -> ThreadMover:
+        own = [export for export in exports if export.kind == "resident"]
+        agent = AgentName(f"{boot}/{secrets.token_hex(8)}")  # no name is ever used twice
+        mover = ThreadMover(agent, own, make_transport or _nixl_transport)
+        _RUNNING_MOVERS.add(mover)
+        return mover
+
     if make_transport is None:
         _import_once()  # here, where blocking is allowed, and not in the mover's thread
     memories = {
         name: place if isinstance(place, SharedMemory) else memory_of(place)
         for name, place in regions.items()
     }
-    return client.register(engine, layout, memories, timeout_s, launch=launcher.launch)
+    return client.register(engine, layout, memories, timeout_s, launch=launch)
 
 
 def memory_of(place: MemoryInput) -> ResidentMemory:
@@ -86,21 +93,6 @@ def memory_of(place: MemoryInput) -> ResidentMemory:
     address = storage.data_ptr()
     device = "" if place.device.type == "cpu" else open_driver().device_of(address)
     return ResidentMemory(address, storage.nbytes(), device, (storage,))
-
-
-class Launcher:
-    """Starts movers, each of which is stopped before the interpreter ends."""
-
-    def __init__(self, make_transport: MakeTransport) -> None:
-        self._make_transport = make_transport
-
-    def launch(self, boot: BootId, regions: tuple[RegionExport, ...]) -> ThreadMover:
-        """Start a mover for the daemon with that boot id."""
-        own = [region for region in regions if region.kind == "resident"]
-        agent = AgentName(f"{boot}/{secrets.token_hex(8)}")  # no name is ever used twice
-        mover = ThreadMover(agent, own, self._make_transport)
-        _RUNNING_MOVERS.add(mover)
-        return mover
 
 
 class _RunningMovers:

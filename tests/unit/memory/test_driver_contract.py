@@ -77,14 +77,6 @@ def test_a_device_is_current_inside_on_and_no_longer(driver: Driver, uuid: str) 
     assert len(refusals) == 1
 
 
-def test_what_is_written_is_read(driver: Driver, uuid: str, unit: int) -> None:
-    content = noise(3 * unit)
-    with Segment(driver, uuid, [unit, 2 * unit]) as segment:
-        segment.write(content)
-        assert segment.read(3 * unit) == content
-        assert driver.device_of(segment.address + unit) == uuid
-
-
 def test_the_allocations_under_a_range_are_found(driver: Driver, uuid: str, unit: int) -> None:
     with Segment(driver, uuid, [unit, 2 * unit, unit]) as segment:
         memory = DeviceMemory(segment.address + unit + 512, 2 * unit, driver)
@@ -298,20 +290,6 @@ def test_the_fake_driver_refuses_a_stream_whose_device_is_not_current() -> None:
         driver.copy_rows(addresses([address]), addresses([address + 512]), Rows(256), stream)
     driver.free_plain(address)
     driver.close_stream(stream)
-
-
-def test_a_pool_gives_memory_that_can_be_exported(driver: Driver, uuid: str, unit: int) -> None:
-    pool = DevicePool(uuid, driver)
-    blocks = [pool.allocate(size) for size in (1, unit, 3 * unit + 1)]
-    assert [block.size_bytes for block in blocks] == [unit, unit, 4 * unit]
-    assert pool.num_bytes == 6 * unit
-    for block in blocks:
-        memory = DeviceMemory(block.address, block.size_bytes, driver)
-        assert memory.allocations == ((block.address, block.size_bytes),)
-    pool.free(blocks[0].address)
-    assert pool.num_bytes == 5 * unit
-    pool.close()
-    assert pool.num_bytes == 0
 
 
 def test_the_environment_chooses_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

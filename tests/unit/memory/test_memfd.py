@@ -15,7 +15,6 @@ from kvxferd.memory import FencePage, SealedMemory, check_memfd, map_memfd
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_SLOTS
 from tests.support.fence_page import SharedFencePage
-from tests.support.open_fds import num_open_fds
 
 F_SEAL_FUTURE_WRITE = 0x10  # Python names it from 3.13 on
 
@@ -50,31 +49,6 @@ def test_a_mapping_begins_anywhere_in_a_page(memory: SealedMemory) -> None:
 def num_mappings() -> int:
     with open("/proc/self/maps") as lines:
         return sum("memfd:test" in line for line in lines)
-
-
-def test_it_cannot_shrink_or_grow(memory: SealedMemory) -> None:
-    for size in (mmap.PAGESIZE, 2 << 20):
-        with pytest.raises(PermissionError):
-            os.ftruncate(memory.fd, size)
-
-
-def test_a_mapping_keeps_no_descriptor(memory: SealedMemory) -> None:
-    before = num_open_fds()
-    mapping = map_memfd(memory.fd, memory.size_bytes)
-    assert num_open_fds() == before
-    mapping.unmap()
-
-
-def test_a_blank_mapping_keeps_its_address_and_holds_zeros(memory: SealedMemory) -> None:
-    mapping = map_memfd(memory.fd, memory.size_bytes)
-    memory.buffer[0:3] = b"abc"
-    view = mapping.view()
-    mapping.blank()
-    assert bytes(view[:3]) == b"\0\0\0"
-    view[0:3] = b"xyz"
-    assert memory.buffer[0:3] == b"abc"
-    view.release()
-    mapping.unmap()
 
 
 def test_what_is_no_memfd_is_refused(memory: SealedMemory) -> None:
@@ -163,14 +137,6 @@ def test_a_fence_page_that_is_none_is_refused(page: dict[str, int], code: Code) 
     with pytest.raises(EngineError) as raised:
         FencePage.map(fd)
     assert raised.value.code is code
-    os.close(fd)
-
-
-def test_huge_pages_are_refused_by_what_they_are() -> None:
-    """Not by their size alone: a pool that is exhausted is SIGBUS for whoever touches one."""
-    fd = made_page(2 << 20, flags=os.MFD_HUGETLB)
-    with pytest.raises(EngineError, match="MFD_HUGETLB"):
-        FencePage.map(fd)
     os.close(fd)
 
 

@@ -219,24 +219,15 @@ def test_only_a_disconnect_over_known_transports_settles_a_read(
     assert (raised.value.lost, raised.value.settled) == (lost, settled)
 
 
-def test_each_kind_of_connection_is_taken_once(output: Output) -> None:
-    output.log(TCP)
-    assert output.lines.take_new() == []
-    output.lines.read()
-    assert [used.transports for used in output.lines.take_new()] == [("tcp/lo",)]
-    output.log(CARD)
-    output.lines.read()
-    assert [used.reach for used in output.lines.take_new()] == ["network"]
-    assert output.lines.take_new() == []
-
-
 def test_no_line_is_lost_and_none_is_kept_in_memory(
     output: Output, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(20_000):
         output.log(CARD)
     output.log(TCP)
+    assert output.lines.take_new() == []
     output.lines.read()
     assert [used.transports for used in output.lines.take_new()] == [("rc_mlx5/mlx5_0:1",), ("tcp/lo",)]
+    assert output.lines.take_new() == [], "each kind is taken once"
     assert output.num_bytes <= 2 * mmap.PAGESIZE
     assert capfd.readouterr().err == CARD * 20_000 + TCP

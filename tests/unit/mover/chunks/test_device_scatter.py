@@ -17,6 +17,7 @@ from kvxferd.memory.driver import PAIRS_PER_LAUNCH, Rows
 from kvxferd.mover.chunks.chunk_pool import IDLE_S, ChunkState
 from kvxferd.mover.chunks.covering import ChunkFill, PlacedStretches, scatter_pieces
 from kvxferd.mover.chunks.device_scatter import LAUNCHES_PER_STEP, row_copies
+from kvxferd.mover.transport import copy_probe
 from kvxferd.mover.transport.base import MemoryRange
 from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.plan.copy_patterns import form_patterns
@@ -107,30 +108,26 @@ def test_what_has_few_copies_of_a_length_is_not_scattered(
     assert bench.device.can_scatter(form) == is_scattered
 
 
-def test_writes_of_a_network_card_are_flushed_before_each_copy(driver: CountingDriver) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_writes_of_a_network_card_are_flushed_before_each_copy(driver: CountingDriver, fails: bool) -> None:
+    """Where that fails, bytes that are sent may reach the chunk later, and never the blocks."""
+
     def flush() -> None:
+        if fails:
+            raise DeviceError("cannot flush", Code.DEVICE_ERROR)
         with driver.on(driver.devices()[0].uuid):
             driver.flush_writes()
 
     bench = Bench(chunk_bytes=CHUNK, driver=driver, flush=flush)
-    assert bench.pull(scattered(8)).delivered
-    assert driver.order[0] == "flush"
-    assert driver.order.count("flush") >= len(bench.agents)
-    bench.close()
-
-
-def test_a_flush_that_fails_copies_nothing_and_loses_the_chunk(driver: CountingDriver) -> None:
-    """Bytes that the network card has sent may reach the chunk later, and never the blocks."""
-
-    def fail() -> None:
-        raise DeviceError("cannot flush", Code.DEVICE_ERROR)
-
-    bench = Bench(chunk_bytes=CHUNK, driver=driver, flush=fail)
     outcome = bench.pull(scattered(8))
-    assert (outcome.delivered, outcome.code) == (False, Code.DEVICE_ERROR)
-    assert not driver.num_calls
-    assert states(bench)[ChunkState.LOST] >= 1
-    assert not blocks_here(bench).any()
+    assert (outcome.delivered, outcome.code) == (not fails, Code.DEVICE_ERROR if fails else None)
+    if fails:
+        assert not driver.num_calls
+        assert states(bench)[ChunkState.LOST] >= 1
+        assert not blocks_here(bench).any()
+    else:
+        assert driver.order[0] == "flush"
+        assert driver.order.count("flush") >= len(bench.agents)
     bench.close()
 
 
@@ -317,36 +314,35 @@ class WrongDriver(FakeDriver):
         super().copy_rows(to, source, wrong, stream)
 
 
-def probe(driver: FakeDriver) -> str:
-    uuid = driver.devices()[0].uuid
-    return probe_copy_rows(driver, uuid)
+def refusing() -> CountingDriver:
+    driver = CountingDriver()
+    driver.refuses_after = 1
+    return driver
 
 
-def test_the_probe_finds_copies_right_and_leaves_nothing() -> None:
+@pytest.mark.parametrize(
+    ("driver", "why"),
+    [
+        (FakeDriver(), ""),
+        (WrongDriver(copies_too_much=True), "bytes other than"),
+        (WrongDriver(copies_too_much=False), "bytes other than"),
+        (refusing(), "cannot copy: refused"),
+    ],
+)
+def test_the_probe_finds_what_is_wrong_and_leaves_nothing(driver: FakeDriver, why: str) -> None:
     before = num_open_fds()
-    assert probe(FakeDriver()) == ""
+    found = probe_copy_rows(driver, driver.devices()[0].uuid)
+    assert why in found
+    assert bool(found) == bool(why)
     assert num_open_fds() == before
 
 
-@pytest.mark.parametrize("copies_too_much", [True, False])
-def test_the_probe_finds_copies_wrong(copies_too_much: bool) -> None:
-    assert "bytes other than" in probe(WrongDriver(copies_too_much))
-
-
 def test_the_probe_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvxferd.mover.transport import copy_probe
-
     driver = FakeDriver()
     driver.polls_per_copy = 10**9
     monkeypatch.setattr(copy_probe, "LIMIT_S", 0.0)
-    assert "have not ended" in probe(driver)
+    assert "have not ended" in probe_copy_rows(driver, driver.devices()[0].uuid)
     kept = list(driver._mapped.items())
     assert len(kept) == 2, "a copy may still write it"
     for address, (size, _) in kept:
         driver.unmap(address, size)
-
-
-def test_the_probe_reports_what_the_driver_refuses() -> None:
-    driver = CountingDriver()
-    driver.refuses_after = 1
-    assert probe(driver) == "cannot copy: refused"

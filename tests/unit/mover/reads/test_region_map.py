@@ -66,18 +66,6 @@ def test_runs_are_told_apart_by_the_memory_of_both_sides() -> None:
     )
 
 
-def test_one_side_may_be_plain() -> None:
-    remote = RegionMap([region("a", 5000, 100, VRAM, ((2, 50),))])
-    assert listed(split_by_memory(runs((0, 5040, 20)), None, remote)) == [
-        (ReadKinds(HOST.local, VRAM), [(0, 5040, 10), (10, 5050, 10)])
-    ]
-
-
-def test_staged_memory_is_not_cut() -> None:
-    staged = MemoryKind("VRAM", 0, staged=True)
-    assert not len(RegionMap([region("a", 5000, 100, staged, ((2, 50),))]).cuts)
-
-
 # --- runs cut at boundaries, against one byte at a time
 
 
@@ -121,12 +109,6 @@ def test_the_same_as_byte_by_byte(
     fast = split_at_boundaries(runs_of(triples), cuts_of(local_cuts), cuts_of(remote_cuts))
     assert triples_of(fast) == slowly(triples, local_cuts, remote_cuts)
     assert {column.dtype for column in fast} == {np.dtype(np.uint64)}
-
-
-def test_high_addresses_keep_every_bit() -> None:
-    base = (1 << 62) + 12345
-    split = split_at_boundaries(runs_of([(base, 7, 100)]), cuts_of([base + 1, base + 99]), cuts_of([]))
-    assert triples_of(split) == [(base, 7, 1), (base + 1, 8, 98), (base + 99, 106, 1)]
 
 
 def test_nothing_to_cut_is_the_same_object() -> None:

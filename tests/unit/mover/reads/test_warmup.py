@@ -60,12 +60,6 @@ def test_each_agent_is_met_once(rig: Rig) -> None:
     assert rig.num_reads == 2
 
 
-def test_an_agent_that_is_not_known_is_left_to_the_pull(rig: Rig) -> None:
-    rig.connecting.start(AgentName("nobody"), rig.address)
-    assert not rig.connecting.is_busy
-    assert rig.num_reads == 0
-
-
 def test_what_cannot_be_posted_is_left_to_the_pull(rig: Rig) -> None:
     rig.connecting.start(THERE, rig.address + 4096)
     assert not rig.connecting.is_busy
@@ -93,13 +87,3 @@ def test_a_slot_comes_back_unless_something_may_still_land_there(rig: Rig, settl
     assert rig.connecting.poll()
     assert (rig.scratch.acquire() is not None) == settled
     assert len(slots) == 1023
-
-
-def test_a_lost_agent_is_loaded_anew_by_the_next_pull(rig: Rig) -> None:
-    rig.fabric.stalled.add(THERE)
-    rig.connecting.start(THERE, rig.address)
-    rig.fabric.stalled.clear()
-    rig.fabric.errors[THERE] = TransportError("gone", settled=True, lost=True)
-    rig.connecting.poll()
-    rig.connecting.start(THERE, rig.address)
-    assert rig.num_reads == 2
