@@ -150,6 +150,7 @@ class AwaitedPool:
         """Return a mover. Raises MoverError."""
         session = SessionId(next(_NUMBERS))
         result = self._results[session] = asyncio.get_running_loop().create_future()
+        self._context.now = time.monotonic()
         self.decisions.request(session)
         self._feed(events.Tick())
         mover = await asyncio.shield(result)

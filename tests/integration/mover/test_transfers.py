@@ -31,8 +31,7 @@ async def test_a_word_that_changed_is_no_delivery(pair: tuple[Node, Node], conne
 
 async def test_nothing_to_read_is_delivered_without_a_fence(node: Node, connect: Connect) -> None:
     source, reader = await connect(node, node)
-    nowhere = source.place(0, WORD)
-    outcome = await reader.outcome(reader.start([source], nowhere, [], []))
+    outcome = await reader.outcome(reader.start([source], source.place(0, WORD), [], []))
     assert (outcome.delivered, outcome.started, outcome.bytes, outcome.runs) == (True, False, 0, 0)
 
 
