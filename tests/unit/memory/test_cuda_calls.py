@@ -124,10 +124,6 @@ def test_a_driver_that_takes_no_such_kernel_says_why(stub: Path) -> None:
     )
 
 
-def test_memory_of_the_device_is_imported(stub: Path) -> None:
-    assert said_by(stub, IMPORT).splitlines()[0] == "imported"
-
-
 @pytest.mark.parametrize(
     ("settings", "order"),
     [

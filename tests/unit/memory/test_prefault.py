@@ -72,10 +72,6 @@ def test_a_mapping_that_begins_within_a_page(fd: int) -> None:
     late.unmap()
 
 
-def test_what_is_not_mapped_is_left_alone() -> None:
-    assert list(prefault(Mapping(0x1000, SIZE))) == [None] * 3
-
-
 def test_it_ends_where_the_kernel_refuses(fd: int) -> None:
     os.pwrite(fd, bytes(SIZE), 0)
     with mmap.mmap(fd, SIZE, prot=mmap.PROT_READ):

@@ -128,23 +128,14 @@ class TestHostMemory:
         memory.close()
 
     @needs_library
-    def test_small_memory_is_resident_from_its_first_byte_on(self) -> None:
-        tensor = torch.zeros(1000, dtype=torch.uint8)
-        shared = share(tensor)
-        assert isinstance(shared.memory, ResidentMemory)
-        assert shared.is_resident
-        assert shared.memory.address == tensor.data_ptr()
-        assert shared.size_bytes == 1000
-        assert set(shared.passed_over) == {
-            MemoryPlacement.MEMFD,
-            MemoryPlacement.ADOPTED,
-            MemoryPlacement.EXPORTED,
-        }
-
-    @needs_library
     def test_a_rank_is_resident_as_a_whole(self, sealed: SealedMemory) -> None:
-        shared = share_all({"small": torch.zeros(1000), "sealed": sealed.torch()})
+        small = torch.zeros(1000)
+        shared = share_all({"small": small, "sealed": sealed.torch()})
         assert [one.is_resident for one in shared.values()] == [True, True]
+        assert shared["small"].memory == ResidentMemory(small.data_ptr(), small.nbytes), (
+            "from its first byte on"
+        )
+        assert set(shared["small"].passed_over) == set(MemoryPlacement) - {MemoryPlacement.RESIDENT}
         assert (
             shared["sealed"].passed_over[MemoryPlacement.MEMFD]
             == "another allocation of the rank is resident"

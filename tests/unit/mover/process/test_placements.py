@@ -147,17 +147,29 @@ def test_what_is_proved_is_direct_an_allocation_at_a_time(worker: Worker) -> Non
     assert worker.segment.read(sum(SIZES)) == worker.content, "nothing was written into it"
 
 
+AUTO, DIRECT, STAGED = DevicePlacement.AUTO, DevicePlacement.DIRECT, DevicePlacement.STAGED
+BY_OPERATOR = "mover.placement is staged"
+
+
 @pytest.mark.parametrize(
-    ("make", "why"),
-    [(Refusing, "no dma-buf"), (Lying, "other than those that lie there")],
+    ("make", "asked", "kind", "why"),
+    [
+        (Refusing, AUTO, "staged", "no dma-buf"),
+        (Lying, AUTO, "staged", "other than those that lie there"),
+        (OverTcp, AUTO, "staged", "over TCP"),
+        (OverTcp, DIRECT, "direct", ""),  # the operator wants it so
+        (MemoryTransport, STAGED, "staged", BY_OPERATOR),
+    ],
 )
-def test_what_is_not_proved_is_copied_and_says_why(make: type[MemoryTransport], why: str) -> None:
+def test_what_is_not_proved_or_wanted_is_copied_and_says_why(
+    make: type[MemoryTransport], asked: DevicePlacement, kind: str, why: str
+) -> None:
     for worker in of(make):
-        bound = worker.bind()
-        assert bound.placement.kind == "staged"
+        bound = worker.bind(device_placement=asked)
+        assert bound.placement.kind == kind
         assert why in bound.placement.why
-        assert worker.registered == [], "readers could reach it otherwise"
-        assert bound.regions[0].staged
+        assert worker.registered == ([] if kind == "staged" else sorted(SIZES)), "readers reach what is there"
+        assert bound.regions[0].staged == (kind == "staged")
         assert worker.segment.read(sum(SIZES)) == worker.content
 
 
@@ -178,19 +190,6 @@ def test_memory_under_a_read_that_does_not_end_stays_registered(
             worker.driver.unmap(address, size)
 
 
-@pytest.mark.parametrize(
-    ("asked", "kind"), [(DevicePlacement.AUTO, "staged"), (DevicePlacement.DIRECT, "direct")]
-)
-def test_what_is_read_over_tcp_is_copied_unless_the_operator_wants_it_so(
-    asked: DevicePlacement, kind: str
-) -> None:
-    for worker in of(OverTcp):
-        bound = worker.bind(device_placement=asked)
-        assert bound.placement.kind == kind
-        assert ("over TCP" in bound.placement.why) == (kind == "staged")
-        assert worker.registered == ([] if kind == "staged" else sorted(SIZES))
-
-
 def test_what_cannot_be_copied_for_want_of_memory_is_read_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     for worker in of(OverTcp):
         with monkeypatch.context() as patch:
@@ -209,24 +208,16 @@ def allocate_small(allocate: Callable[[int], int], size_bytes: int) -> int:
     return allocate(size_bytes)
 
 
-def test_an_operator_can_have_everything_copied(worker: Worker) -> None:
-    bound = worker.bind(device_placement=DevicePlacement.STAGED)
-    assert (bound.placement.kind, bound.placement.why) == ("staged", "mover.placement is staged")
-    assert worker.registered == []
-
-
-def test_memory_of_the_movers_own_process_is_resident(worker: Worker) -> None:
-    bound = worker.bind_own()
-    assert bound.placement.kind == "resident"
-    assert bound.placement.gigabytes_per_s > 0
-    assert bound.regions[0].address == worker.plain
-
-
-def test_memory_of_the_movers_own_process_that_is_not_proved_is_copied() -> None:
-    for worker in of(Lying):
+@pytest.mark.parametrize(("make", "kind"), [(MemoryTransport, "resident"), (Lying, "staged")])
+def test_memory_of_the_movers_own_process_is_resident_where_that_is_proved(
+    make: type[MemoryTransport], kind: str
+) -> None:
+    for worker in of(make):
         bound = worker.bind_own()
-        assert bound.placement.kind == "staged"
-        assert bound.regions[0].staged
+        assert bound.placement.kind == kind
+        assert bound.regions[0].staged == (kind == "staged")
+        assert (bound.placement.gigabytes_per_s > 0) == (kind == "resident")
+        assert bound.regions[0].address == worker.plain
 
 
 @pytest.mark.parametrize(
@@ -275,31 +266,19 @@ def test_a_driver_that_runs_out_in_the_probe_leaves_nothing(
 # --- in which order a GPU sees what a network card writes
 
 
-@pytest.mark.parametrize(("order", "flushed"), [("native", {}), ("flush", {UUID: 1})])
-def test_a_gpu_is_flushed_where_it_asks_for_it(
-    order: str, flushed: dict[str, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["bind", "bind_own"])
+@pytest.mark.parametrize(
+    ("order", "is_staged", "flushed"),
+    [("native", False, {}), ("flush", False, {UUID: 1}), ("none", True, {})],
+)
+def test_a_gpu_is_flushed_where_it_asks_for_it_and_read_by_copies_where_it_neither_orders_nor_flushes(
+    how: str, order: str, is_staged: bool, flushed: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WRITE_ORDER_VARIABLE, order)
-    worker = Worker()
-    try:
-        assert worker.bind().placement.kind == "direct"
+    for worker in of(MemoryTransport):
+        placement = getattr(worker, how)().placement
+        assert (placement.kind == "staged") == is_staged
+        assert ("GPU_DIRECT_RDMA_WRITES_ORDERING" in placement.why) == is_staged
         if (flush := worker.bindings.flush) is not None:
             flush()
         assert worker.driver.flushed == flushed
-    finally:
-        worker.close()
-
-
-@pytest.mark.parametrize("how", ["bind", "bind_own"])
-def test_a_gpu_that_neither_orders_nor_flushes_is_read_by_copies(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(WRITE_ORDER_VARIABLE, "none")
-    worker = Worker()
-    try:
-        placement = getattr(worker, how)().placement
-        assert placement.kind == "staged"
-        assert "GPU_DIRECT_RDMA_WRITES_ORDERING" in placement.why
-        assert worker.bindings.flush is None
-    finally:
-        worker.close()
