@@ -17,7 +17,6 @@ from kvxferd.explain.formatting import merged_ranges
 from kvxferd.explain.read_estimate import (
     DEFAULT_LINK,
     LINKS,
-    REQUEST_TOKENS,
     Link,
     ReadEstimate,
     ReadSample,
@@ -37,10 +36,6 @@ from kvxferd.plan.plan import GroupRead
 PREFILL, DECODE = EngineId("prefill"), EngineId("decode")
 _NO_HOME = Endpoint("")
 
-# Runs of consecutive ids are counted over fewer tokens than REQUEST_TOKENS if there would be more than
-# MAX_SAMPLE_RUNS: 16 MiB of arrays, 0.1 s.
-MAX_SAMPLE_RUNS = 1 << 19
-
 
 class Incompatibility(msgspec.Struct, frozen=True):
     """Why nothing can be read: a fact that differs between the engines, or a part that no rank holds."""
@@ -55,7 +50,7 @@ class RankRead(msgspec.Struct, frozen=True):
     """The read of one decode rank from one prefill rank, of one kind, for a request of 1,000 tokens.
 
     Attention moves in proportion to the tokens, a sliding window at most its own tokens; a state moves
-    once. `num_runs` is for block ids without neighbours, `fewest_runs` for consecutive ids.
+    once. `num_runs` is for block ids without neighbours: consecutive ones may merge.
     """
 
     source: Rank
@@ -64,7 +59,6 @@ class RankRead(msgspec.Struct, frozen=True):
     units: dict[str, tuple[UnitRange, ...]]  # by component, of all layers together
     num_bytes: int
     num_runs: int
-    fewest_runs: int
     merges: str
     estimate: ReadEstimate
 
@@ -244,28 +238,26 @@ def _reads(plan: Plan, link: Link) -> Iterator[RankRead]:
     for group_read in plan.group_reads:
         by_source.setdefault((group_read.rank, group_read.local.kind), []).append(group_read)
     for (source, kind), group_reads in sorted(by_source.items()):
-        num_bytes = scattered = in_a_row = Fraction()
+        num_bytes = num_runs = Fraction()
         sentences: dict[str, None] = {}
         samples = []
         for tokens, alike in _by_tokens(group_reads).items():
             size = sum((_bytes_read(group_read, tokens) for group_read in alike), Fraction())
             part = msgspec.structs.replace(plan, group_reads=tuple(alike))
-            step, apart, together = _run_lengths(part)
-            samples.append(ReadSample(part, step, len(apart), size / int(apart.sum())))
+            step, lengths = _run_lengths(part)
+            times = size / int(lengths.sum())
+            samples.append(ReadSample(part, step, len(lengths), times))
             num_bytes += size
-            scattered += size * _runs_per_byte(apart)
-            in_a_row += size * _runs_per_byte(together)
-            sentences[describe_runs(alike, apart, together)] = None
-        num_runs = max(1, round(scattered))
+            num_runs += times * len(lengths)
+            sentences[describe_runs(alike, lengths)] = None
         yield RankRead(
             source,
             kind,
             *_layers_and_units(group_reads),
             round(num_bytes),
-            num_runs,
-            max(1, round(in_a_row)),
+            max(1, round(num_runs)),
             "; ".join(sentences),
-            estimate_read(samples, source, round(num_bytes), num_runs, link),
+            estimate_read(samples, source, round(num_bytes), max(1, round(num_runs)), link),
         )
 
 
@@ -304,26 +296,14 @@ def _bytes_read(group_read: GroupRead, tokens: int) -> Fraction:
     return of_an_item * tokens * both / group_read.granule_tokens
 
 
-def _runs_per_byte(lengths: Lengths) -> Fraction:
-    return Fraction(len(lengths), int(lengths.sum()))
-
-
-def _run_lengths(plan: Plan) -> tuple[int, Lengths, Lengths]:
-    """Return the tokens of a sample, its run lengths with scattered ids, and some with consecutive ids."""
+def _run_lengths(plan: Plan) -> tuple[int, Lengths]:
+    """Return the tokens of a sample, and its run lengths with ids that are no neighbours on either side."""
     sides = [side for group_read in plan.group_reads for side in (group_read.local, group_read.remote)]
-    step = sample_tokens(sides)
-    apart = _sample_run_lengths(plan, step, 2)
-    has_tokens = any(side.id_tokens for side in sides)
-    steps = min(-(-REQUEST_TOKENS // step), max(2, MAX_SAMPLE_RUNS // len(apart))) if has_tokens else 1
-    return step, apart, _sample_run_lengths(plan, step * steps, 1)
-
-
-def _sample_run_lengths(plan: Plan, tokens: int, stride: int) -> Lengths:
-    """Return the run lengths of a request whose ids are `stride` apart on both sides."""
-    local = sample_lists((group_read.local for group_read in plan.group_reads), tokens, stride)
-    remote = sample_lists((group_read.remote for group_read in plan.group_reads), tokens, stride)
+    tokens = sample_tokens(sides)
+    local = sample_lists((group_read.local for group_read in plan.group_reads), tokens)
+    remote = sample_lists((group_read.remote for group_read in plan.group_reads), tokens)
     parts = Expander(plan).parts(local, remote, tokens, *bases_at_zero(plan))
-    return np.concatenate([runs.length for part in parts for runs in part.values()])
+    return tokens, np.concatenate([runs.length for part in parts for runs in part.values()])
 
 
 def _notes_on_model(prefill: EngineDescription, decode: EngineDescription) -> Iterator[str]:

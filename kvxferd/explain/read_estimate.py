@@ -115,8 +115,8 @@ def estimate_read(
 
 def _prepare(sample: ReadSample) -> CoverRequest | None:
     reads = sample.plan.group_reads
-    local = sample_lists((read.local for read in reads), sample.tokens, 2)
-    remote = sample_lists((read.remote for read in reads), sample.tokens, 2)
+    local = sample_lists((read.local for read in reads), sample.tokens)
+    remote = sample_lists((read.remote for read in reads), sample.tokens)
     return CoverExpander(sample.plan).prepare(local, remote)
 
 
@@ -168,12 +168,12 @@ def bases_at_zero(plan: Plan) -> tuple[dict[RegionId, int], dict[Rank, dict[Regi
     return mine, {read.rank: theirs for read in plan.group_reads}
 
 
-def sample_lists(sides: Iterable[BlockGeometry], tokens: int, stride: int) -> BlocksByGroup:
-    """Return block lists of ids `stride` apart; the ids need not exist, as nothing is moved."""
-    return {side.group: _sample_block_ids(side, tokens, stride) for side in sides}
+def sample_lists(sides: Iterable[BlockGeometry], tokens: int) -> BlocksByGroup:
+    """Return block lists of ids without neighbours; they need not exist, as nothing is moved."""
+    return {side.group: _sample_block_ids(side, tokens) for side in sides}
 
 
-def _sample_block_ids(side: BlockGeometry, tokens: int, stride: int) -> PackedBlocks:
+def _sample_block_ids(side: BlockGeometry, tokens: int) -> PackedBlocks:
     if side.kind is GroupKind.STATE:
         return PackedBlocks(pack_ids([0]), state_at=tokens)
-    return PackedBlocks(pack_ids([stride * i for i in range(-(-tokens // side.id_tokens))]))
+    return PackedBlocks(pack_ids([2 * i for i in range(-(-tokens // side.id_tokens))]))

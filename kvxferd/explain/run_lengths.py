@@ -16,23 +16,17 @@ Lengths = npt.NDArray[np.uint64]
 MAX_LENGTHS = 4  # of runs in a sentence, the most frequent first
 
 
-def describe_runs(group_reads: Sequence[GroupRead], scattered: Lengths, in_a_row: Lengths) -> str:
-    """Return a sentence on the runs of group reads, from their lengths for scattered and consecutive ids."""
-    lengths, counts = np.unique(scattered, return_counts=True)
+def describe_runs(group_reads: Sequence[GroupRead], run_lengths: Lengths) -> str:
+    """Return a sentence on the runs of group reads, and on why they are no longer inside a block."""
+    lengths, counts = np.unique(run_lengths, return_counts=True)
     usual = [
         length for _, length in sorted(zip(counts.tolist(), lengths.tolist(), strict=True), reverse=True)
     ]
     sentence = "runs of " + ", ".join(format_bytes(length) for length in usual[:MAX_LENGTHS])
     if len(usual) > MAX_LENGTHS:
         sentence += f", {len(usual) - MAX_LENGTHS} more lengths up to {format_bytes(int(lengths[-1]))}"
-    if group_reads[0].local.kind is GroupKind.STATE:
-        return sentence
-    grown = in_a_row.mean() / scattered.mean()
-    if grown > 1.01:
-        sentence += f"; blocks in a row merge, up to {format_bytes(int(in_a_row.max()))}"
-    else:
-        sentence += "; blocks in a row do not merge"
-    return sentence + _why_runs_are_short(group_reads)
+    is_state = group_reads[0].local.kind is GroupKind.STATE
+    return sentence if is_state else sentence + _why_runs_are_short(group_reads)
 
 
 def _why_runs_are_short(group_reads: Sequence[GroupRead]) -> str:

@@ -131,9 +131,9 @@ def _bytes_from(rank: DecodeRankReads, source: Rank) -> int:
 def _read_columns(explanation: Explanation) -> tuple[Column, ...]:
     over = f"over {explanation.link}"
     return tuple_columns(
-        "decode", "prefill", "for", "layers", "what", "bytes", "runs", "average run", "runs, blocks in a row",
+        "decode", "prefill", "for", "layers", "what", "bytes", "runs", "average run",
         "way", "reads posted", over,
-        optional=("runs", "what", "reads posted", "for", "average run", "runs, blocks in a row"),
+        optional=("runs", "what", "reads posted", "for", "average run"),
     )  # fmt: skip
 
 
@@ -147,7 +147,6 @@ def _read_row(rank: Rank, read: RankRead) -> tuple[str, ...]:
         format_bytes(read.num_bytes),
         f"{read.num_runs:,}",
         format_bytes(read.mean_run_bytes),
-        f"{read.fewest_runs:,}",
         _way(read.estimate),
         f"{read.estimate.descriptors_posted:,}",
         format_time(read.estimate.predicted_s),

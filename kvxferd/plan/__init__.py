@@ -16,7 +16,7 @@ from kvxferd.plan.block_list_checks import (
     has_all_blocks,
 )
 from kvxferd.plan.block_windows import ListRules, SourceLists, list_rules
-from kvxferd.plan.differences import Difference, find_differences
+from kvxferd.plan.differences import find_differences
 from kvxferd.plan.engine_checks import (
     check_engine,
     check_same_engine,
@@ -28,7 +28,7 @@ from kvxferd.plan.pieces import PieceRules, covered_tokens
 from kvxferd.plan.plan import Plan, decode_plan, encode_plan, plan_bytes
 from kvxferd.plan.planned_reads import PlanJob, PlanKey, PlannedReads
 from kvxferd.plan.planner import make_plan
-from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest, digest_of_layouts
+from kvxferd.plan.registered_engine import RegisteredEngine, digest_of_layouts
 from kvxferd.plan.sender import sender_plan
 from kvxferd.plan.topology import TransferTopology, format_terms
 from kvxferd.plan.transfer_info import EngineTransferInfo, MambaEngineTransferInfo, stage_infos
@@ -36,7 +36,6 @@ from kvxferd.plan.transfer_info import EngineTransferInfo, MambaEngineTransferIn
 __all__ = [
     "MAX_RUNS",
     "BlockRules",
-    "Difference",
     "EngineTransferInfo",
     "Expander",
     "ListRules",
@@ -47,7 +46,6 @@ __all__ = [
     "PlanKey",
     "PlannedReads",
     "RegisteredEngine",
-    "RemoteManifest",
     "Runs",
     "SourceLists",
     "TransferTopology",

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import GroupName
 from kvxferd.layout import (
-    Group,
     GroupKind,
     PackedBlocks,
     RankLayout,
@@ -50,7 +49,7 @@ def check_first_token(side: BlockGeometry, granule_tokens: int, blocks: PackedBl
 class GroupRule(NamedTuple):
     """The limits of a rank's block lists of one group."""
 
-    group: Group
+    side: BlockGeometry
     granule_tokens: int  # a list may not be cut between so many tokens
 
 
@@ -92,7 +91,7 @@ def block_rules(layout: RankLayout) -> BlockRules:
     granules: dict[GroupName, set[int]] = {group.name: set() for group in layout.groups}
     for tensor in layout.tensors:
         granules[tensor.group].add(tensor.granule_tokens)
-    return tuple(GroupRule(group, math.lcm(*granules[group.name])) for group in layout.groups)
+    return tuple(GroupRule(block_geometry(group), math.lcm(*granules[group.name])) for group in layout.groups)
 
 
 def engine_rules(ranks: Iterable[BlockRules]) -> BlockRules:
@@ -105,11 +104,8 @@ def engine_rules(ranks: Iterable[BlockRules]) -> BlockRules:
 
 
 def _with_first_shard(rule: GroupRule) -> GroupRule:
-    shard = rule.group.token_shard
-    if shard.index == 0:
-        return rule
-    first = msgspec.structs.replace(shard, index=0)
-    return rule._replace(group=msgspec.structs.replace(rule.group, token_shard=first))
+    first = msgspec.structs.replace(rule.side.shard, index=0)
+    return rule._replace(side=msgspec.structs.replace(rule.side, shard=first))
 
 
 def check_blocks(layout: RankLayout, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> None:
@@ -130,7 +126,7 @@ def check_blocks_by(
     """Check like `check_blocks`, for a layout with these rules; for an engine, every rule of each group."""
     if num_tokens < 1:
         raise blocks_invalid(f"cannot use num_tokens {num_tokens}: a request has at least 1 token")
-    groups = {rule.group.name for rule in rules}
+    groups = {rule.side.group for rule in rules}
     if groups != blocks.keys():
         unknown, missing = sorted(blocks.keys() - groups), sorted(groups - blocks.keys())
         if unknown:
@@ -139,8 +135,8 @@ def check_blocks_by(
             )
         raise blocks_invalid(f"cannot do without blocks of group {missing[0]!r}: an empty list would do")
     scans = IdScans()
-    for group, granule_tokens in rules:
-        _check_list(group, blocks[group.name], num_tokens, granule_tokens, scans)
+    for side, granule_tokens in rules:
+        _check_list(side, blocks[side.group], num_tokens, granule_tokens, scans)
 
 
 def check_open_blocks(
@@ -155,39 +151,37 @@ def check_open_blocks(
     whose other ids were checked before: then those alone are checked, in a time that does not grow with the
     lists. An id that is in two parts is found when its list is complete. Raises EngineError (blocks-invalid).
     """
-    unknown = blocks.keys() - {rule.group.name for rule in rules}
+    unknown = blocks.keys() - {rule.side.group for rule in rules}
     if unknown:
         raise blocks_invalid(f"cannot use blocks of group {min(unknown)!r}: the engine has no such group")
     scans = IdScans()
-    for group, granule_tokens in rules:
-        listed = blocks.get(group.name)
+    for side, granule_tokens in rules:
+        listed = blocks.get(side.group)
         if listed is None or not listed.ids:
             continue
-        if group.kind is GroupKind.STATE:
-            _check_list(group, listed, num_tokens, granule_tokens, scans)
+        if side.kind is GroupKind.STATE:
+            _check_list(side, listed, num_tokens, granule_tokens, scans)
             continue
-        side = block_geometry(group)
         end = side.end_of(listed)
-        part = listed if added is None else added.get(group.name)
+        part = listed if added is None else added.get(side.group)
         if part is None or not part.ids:
             continue
         if len(part) < len(listed):
-            check_continues(group.name, end - len(part) * side.id_tokens, part)
+            check_continues(side.group, end - len(part) * side.id_tokens, part)
         if end < num_tokens and len(part) < len(listed):
             _check_end(side, listed)
-            _check_ids(group.name, group.num_blocks, part, scans)
-            _check_no_id_twice(group.name, part, scans)
+            _check_ids(side, part, scans)
+            _check_no_id_twice(side, part, scans)
         else:
             upto = max(min(end, num_tokens), listed.first_token + 1)
-            _check_list(group, listed, upto, granule_tokens, scans)
+            _check_list(side, listed, upto, granule_tokens, scans)
 
 
 def has_all_blocks(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> bool:
     """Whether the lists of a request hold all of it, of every group: no blocks are to be added."""
-    for group, _ in rules:
-        listed = blocks.get(group.name, PackedBlocks(b""))
-        end = block_geometry(group).end_of(listed)
-        if not listed.ids or (group.kind is not GroupKind.STATE and end < num_tokens):
+    for side, _ in rules:
+        listed = blocks.get(side.group, PackedBlocks(b""))
+        if not listed.ids or (side.kind is not GroupKind.STATE and side.end_of(listed) < num_tokens):
             return False
     return True
 
@@ -230,7 +224,7 @@ def _check_group_read(
         return
     theirs = remote.get(read.remote.group, PackedBlocks(b""))
     for side, listed in ((read.local, mine), (read.remote, theirs)):
-        _check_ids(side.group, side.num_blocks, listed, scans)
+        _check_ids(side, listed, scans)
         if side.kind is GroupKind.ATTENTION:
             _check_end(side, listed)
             check_first_token(side, read.granule_tokens, listed)
@@ -247,34 +241,35 @@ def _check_group_read(
         raise _not_published(read, f"tokens [{start}, {num_tokens}) are needed, and {has} are published")
 
 
-def _check_list(group: Group, listed: PackedBlocks, num_tokens: int, granule: int, scans: IdScans) -> None:
+def _check_list(
+    side: BlockGeometry, listed: PackedBlocks, num_tokens: int, granule: int, scans: IdScans
+) -> None:
     """Check one group's list by itself."""
-    _check_ids(group.name, group.num_blocks, listed, scans)
+    _check_ids(side, listed, scans)
     if not listed.ids:
         return
-    if group.kind is GroupKind.STATE:
+    if side.kind is GroupKind.STATE:
         if listed.state_at != num_tokens:
             raise blocks_invalid(
-                f"cannot use the state of group {group.name!r}: it stands at token {listed.state_at}, "
+                f"cannot use the state of group {side.group!r}: it stands at token {listed.state_at}, "
                 f"and the request has {num_tokens} tokens"
             )
         return
-    side = block_geometry(group)
     _check_end(side, listed)
     check_first_token(side, granule, listed)
     needed = max(0, -(-(num_tokens - listed.first_token) // side.id_tokens))
     if len(listed) != needed:
         raise blocks_invalid(
-            f"cannot use the {len(listed)} blocks of group {group.name!r}: tokens "
+            f"cannot use the {len(listed)} blocks of group {side.group!r}: tokens "
             f"[{listed.first_token}, {num_tokens}) at {side.id_tokens} a block take {needed}"
         )
-    _check_no_id_twice(group.name, listed, scans)
+    _check_no_id_twice(side, listed, scans)
 
 
-def _check_no_id_twice(name: GroupName, listed: PackedBlocks, scans: IdScans) -> None:
+def _check_no_id_twice(side: BlockGeometry, listed: PackedBlocks, scans: IdScans) -> None:
     repeated = scans.repeated(listed)
     if repeated is not None:
-        raise blocks_invalid(f"cannot use block {repeated} of group {name!r} twice in one request")
+        raise blocks_invalid(f"cannot use block {repeated} of group {side.group!r} twice in one request")
 
 
 def duplicate_id(listed: PackedBlocks) -> int | None:
@@ -292,20 +287,23 @@ def duplicate_id(listed: PackedBlocks) -> int | None:
     return int(ids[repeated[0]]) if len(repeated) else None
 
 
-def _check_ids(name: GroupName, num_blocks: int, listed: PackedBlocks, scans: IdScans) -> None:
+def _check_ids(side: BlockGeometry, listed: PackedBlocks, scans: IdScans) -> None:
     """Check that a list begins at a token, and that its ids are whole int32 and in range."""
     if listed.first_token < 0:
-        raise blocks_invalid(f"cannot use first_token {listed.first_token} of group {name!r}: it is negative")
+        raise blocks_invalid(
+            f"cannot use first_token {listed.first_token} of group {side.group!r}: it is negative"
+        )
     if len(listed.ids) % 4:
         raise blocks_invalid(
-            f"cannot read the ids of group {name!r}: {len(listed.ids)} bytes are no whole number of int32"
+            f"cannot read the ids of group {side.group!r}: {len(listed.ids)} bytes are no whole number of "
+            "int32"
         )
     if not listed.ids:
         return
     for worst in scans.extremes(listed):
-        if not 0 <= worst < num_blocks:
+        if not 0 <= worst < side.num_blocks:
             raise blocks_invalid(
-                f"cannot use block {worst} of group {name!r}: its ids are 0 to {num_blocks - 1}"
+                f"cannot use block {worst} of group {side.group!r}: its ids are 0 to {side.num_blocks - 1}"
             )
 
 

@@ -10,7 +10,7 @@ from kvxferd.errors import Code, PeerError
 from kvxferd.ids import GroupName
 from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks
 from kvxferd.plan.block_list_checks import MAX_TOKENS, BlockRules
-from kvxferd.plan.plan import BlockGeometry, Plan, block_geometry
+from kvxferd.plan.plan import BlockGeometry, Plan
 
 _NOTHING = PackedBlocks(b"")
 
@@ -48,7 +48,7 @@ class ListRules:
 
 def list_rules(rules: BlockRules) -> dict[GroupName, ListRules]:
     """Return how an engine's lists may be cut, by group."""
-    return _by_group((block_geometry(group), granule) for group, granule in rules)
+    return _by_group(rules)
 
 
 def _by_group(found: Iterable[tuple[BlockGeometry, int]]) -> dict[GroupName, ListRules]:

@@ -25,6 +25,7 @@ from kvxferd.plan.run_shapes import (
     SegmentShape,
     block_runs,
     distinct,
+    equal_rows,
     merge_touching,
     sort_and_merge,
 )
@@ -320,20 +321,7 @@ def _group_by_remote_block(segments: Segments) -> Iterator[_Alike]:
     shapes = np.stack([local_item, remote_item, num_items], axis=1)
     for count in distinct(counts).tolist():
         rows = begins[counts == count][:, None] + np.arange(count)
-        for members in _equal_rows(shapes[rows].reshape(len(rows), -1)):
+        for members in equal_rows(shapes[rows].reshape(len(rows), -1)):
             chosen = rows[members]
             signature = tuple(SegmentShape(*shape) for shape in shapes[chosen[0]].tolist())
             yield _Alike(signature, remote[chosen[:, 0]], local[chosen])
-
-
-def _equal_rows(rows: Int64s) -> Iterator[Int64s]:
-    """Yield the indices of each set of equal rows."""
-    if (rows == rows[0]).all():
-        yield np.arange(len(rows))
-        return
-    order = np.lexsort(rows.T)
-    ordered = rows[order]
-    is_first = np.ones(len(rows), dtype=bool)
-    is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    (begins,) = is_first.nonzero()
-    yield from np.split(order, begins[1:])

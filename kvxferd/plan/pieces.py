@@ -9,7 +9,7 @@ from kvxferd.ids import GroupName
 from kvxferd.layout import BlocksByGroup, PackedBlocks
 from kvxferd.plan.block_list_checks import BlockRules
 from kvxferd.plan.block_windows import ListRules
-from kvxferd.plan.plan import Plan, block_geometry
+from kvxferd.plan.plan import Plan
 
 
 class PieceRules:
@@ -49,9 +49,8 @@ class PieceRules:
 def covered_tokens(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> int:
     """Return up to which token the lists hold every group that is read in pieces; 0 where none is."""
     ends = []
-    for group, _ in rules:
-        side = block_geometry(group)
+    for side, _ in rules:
         if side.is_cut_by_tokens:
-            listed = blocks.get(group.name, PackedBlocks(b""))
+            listed = blocks.get(side.group, PackedBlocks(b""))
             ends.append(side.end_of(listed) if listed.ids else 0)
     return min([num_tokens, *ends]) if ends else 0

@@ -126,6 +126,16 @@ def distinct(values: Int64s) -> Int64s:
     return ordered[is_new]
 
 
+def equal_rows(rows: Int64s) -> list[Int64s]:
+    """Return the indices of each set of equal rows."""
+    if (rows == rows[0]).all():
+        return [np.arange(len(rows))]
+    found: dict[bytes, list[int]] = {}
+    for index, row in enumerate(rows):
+        found.setdefault(row.tobytes(), []).append(index)
+    return [np.array(members) for members in found.values()]
+
+
 def _split_by_page(runs: OffsetRuns, page_bytes: int) -> list[PageRuns]:
     """Split sorted runs into pages, and group pages of equally many runs."""
     local, remote, length = runs

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvxferd.plan.run_shapes import Int64s, OffsetRuns, distinct
+from kvxferd.plan.run_shapes import Int64s, OffsetRuns, distinct, equal_rows
 
 # A gap of so many bytes takes as long as a descriptor (`kvxferd.mover.chunks.slices`).
 MAX_GAP_BYTES = 16 << 10
 # A stretch is read into one chunk, of which it is to take a small part.
 MAX_STRETCH_BYTES = 256 << 10
-MAX_LENGTHS = 16  # of the copies of a form: runs of more lengths are cut into powers of two
+MAX_LENGTHS = 64  # of the copies of a form: runs of more lengths are no repetition either
 MAX_FORMS = 64  # of one block: more are no repetition, and their runs are read directly
 MAX_UNLIKE_STRETCHES = 4096  # of one block, that are cut or compared one by one
 # Of one block. 80 layers of 8 heads and 32 tokens are 41,000; the arrays for so many are 30 MiB for a moment.
@@ -108,7 +108,7 @@ def cover_block(
 
 
 def _gather(runs_of_blocks: Sequence[OffsetRuns], max_bytes: int) -> _Runs | None:
-    """Return all runs, cut into lengths that are few and short; None where these are too many."""
+    """Return all runs, cut into short lengths; None where there are too many runs, or lengths."""
     if sum(int((-(-runs[2] // max_bytes)).sum()) for runs in runs_of_blocks) > MAX_RUNS:
         return None
     local, remote, length = (np.concatenate(column) for column in zip(*runs_of_blocks, strict=True))
@@ -116,9 +116,7 @@ def _gather(runs_of_blocks: Sequence[OffsetRuns], max_bytes: int) -> _Runs | Non
     block = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     runs = _cut_long(_Runs(local, remote, length, block), max_bytes)
     if len(distinct(runs.length)) > MAX_LENGTHS:
-        if len(runs.length) * max_bytes.bit_length() > MAX_RUNS:
-            return None
-        runs = _cut_to_powers_of_two(runs)
+        return None
     order = np.argsort(runs.remote, kind="stable")
     return _Runs(*(column[order] for column in runs))
 
@@ -137,17 +135,6 @@ def _cut_long(runs: _Runs, max_bytes: int) -> _Runs:
         np.minimum(runs.length[parent] - offset, max_bytes),
         runs.block[parent],
     )
-
-
-def _cut_to_powers_of_two(runs: _Runs) -> _Runs:
-    """Return the same bytes as runs of few lengths: one for each bit of a length, the largest first."""
-    parts = []
-    for bit in range(int(runs.length.max()).bit_length()):
-        (has,) = (runs.length >> bit & 1).nonzero()
-        offset = runs.length[has] >> (bit + 1) << (bit + 1)
-        length = np.full(len(has), 1 << bit, dtype=np.int64)
-        parts.append((runs.local[has] + offset, runs.remote[has] + offset, length, runs.block[has]))
-    return _Runs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _stretch_begins(runs: _Runs, max_bytes: int, max_gap_bytes: int) -> Int64s | None:
@@ -196,8 +183,10 @@ def _classify(runs: _Runs, begins: Int64s, num_blocks: int) -> tuple[StretchClas
     for count in distinct(counts).tolist():
         (alike,) = (counts == count).nonzero()
         rows = relative[begins[alike][:, None] + np.arange(count)].reshape(len(alike), -1)
-        groups = _equal_rows(rows)
-        if groups is None or len(classes) + len(groups) > MAX_FORMS:
+        if len(rows) > MAX_UNLIKE_STRETCHES and not (rows == rows[0]).all():
+            return None
+        groups = equal_rows(rows)
+        if len(classes) + len(groups) > MAX_FORMS:
             return None
         for members in groups:
             chosen = alike[members]
@@ -205,18 +194,6 @@ def _classify(runs: _Runs, begins: Int64s, num_blocks: int) -> tuple[StretchClas
             form = _form(relative[first : first + count], int(size[chosen[0]]), num_blocks)
             classes.append(StretchClass(form, start[chosen], origins[chosen]))
     return tuple(classes)
-
-
-def _equal_rows(rows: Int64s) -> list[Int64s] | None:
-    """Return the indices of each set of equal rows; None where too many rows must be compared."""
-    if (rows == rows[0]).all():
-        return [np.arange(len(rows))]
-    if len(rows) > MAX_UNLIKE_STRETCHES:
-        return None
-    found: dict[bytes, list[int]] = {}
-    for index, row in enumerate(rows):
-        found.setdefault(row.tobytes(), []).append(index)
-    return [np.array(members) for members in found.values()]
 
 
 def _form(relative: Int64s, size_bytes: int, num_blocks: int) -> StretchForm:

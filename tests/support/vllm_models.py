@@ -286,26 +286,6 @@ def _glm_5_next(tp: int) -> Caches:
     )
 
 
-def _step_5(tp: int) -> Caches:
-    full, sliding = _every(92, 4), _every(92, 4, but=True)
-    page_bytes = 256 * 2 * (4 // tp) * 192 * 2
-    summaries = rows(
-        full,
-        "self_attn.attn.sparse_summary_cache",
-        "Step5SparseSummaryBackend",
-        256,
-        dtype=torch.uint8,
-        per_state=8,
-        kind="FullAttentionSpec",
-    )
-    return (
-        attention(full, 4 // tp, 192, backend="Step5DSAAttentionBackend")
-        | attention(sliding, 4 // tp, 192, window=512)
-        | summaries
-        | ring(full, "self_attn.attn.csa_tail_ring", "Step5CSATailRingBackend", page_bytes // (256 * 2), 256)
-    )
-
-
 def _minimax_m3(tp: int) -> Caches:
     sparse = range(3, 60)
     return (
@@ -346,7 +326,6 @@ VLLM_MODELS = {
     "deepseek-v4-flash": VllmModel(_deepseek_v4, 43),
     "deepseek-v4.1-flash": VllmModel(_deepseek_v41, 40, has_mx_scales=True),
     "glm-5.3-flash": VllmModel(_glm_5_next, 45),
-    "step-5-preview": VllmModel(_step_5, 92, 4),
     "minimax-m3": VllmModel(_minimax_m3, 60, 4),
     "qwen3.8-flash-next": VllmModel(_qwen4, 48, 2),
 }

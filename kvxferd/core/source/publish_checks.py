@@ -66,7 +66,7 @@ class PublishChecks:
     ) -> None:
         """Check the block lists against the groups of all ranks: each rank reads only its own groups."""
         check_num_ids(blocks, f"publish transfer {message.transfer_id}")
-        unknown = blocks.keys() - {rule.group.name for rule in engine.rules}
+        unknown = blocks.keys() - {rule.side.group for rule in engine.rules}
         if unknown and (absent := engine.unregistered()):
             # After a restart the ranks come back one by one, in any order.
             raise _refusal(

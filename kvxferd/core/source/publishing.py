@@ -173,7 +173,7 @@ class PublishedTransfers:
             check_open_blocks(rules, transfer.blocks, transfer.num_tokens, blocks)
         except KvxferdError as error:
             # A group that no rank here has may be that of a rank which has left, or is not back yet.
-            is_known = blocks.keys() <= {rule.group.name for rule in rules}
+            is_known = blocks.keys() <= {rule.side.group for rule in rules}
             is_absent = not is_known and bool(engine.unregistered())
             self.release(transfer, Code.RANK_LOST if is_absent else error.code)
             return

@@ -4,7 +4,6 @@
 one rank of a plain attention model. All sizes and strides are bytes.
 """
 
-from kvxferd.layout.presets.build import blocks_per_logical, model_layout
 from kvxferd.layout.presets.deploy import attention_layout, deploy, with_kv_dtype
 from kvxferd.layout.presets.deployment_options import LAYOUT_NAMES, DeploymentOptions
 from kvxferd.layout.presets.model_facts import (
@@ -27,10 +26,8 @@ __all__ = [
     "StateComponent",
     "TokenComponent",
     "attention_layout",
-    "blocks_per_logical",
     "deploy",
     "find_model",
     "key_and_value",
-    "model_layout",
     "with_kv_dtype",
 ]

@@ -126,7 +126,6 @@ MODEL_SYNONYMS: dict[str, str] = {
     "deepseek-v4": "deepseek-v4-flash",
     "deepseek-v4.1": "deepseek-v4.1-flash",
     "glm-5-next": "glm-5.3-flash",
-    "step-5": "step-5-preview",
     "qwen4": "qwen3.8-flash-next",
 }
 

@@ -136,29 +136,6 @@ def _glm_5_next() -> ModelFacts:
     )
 
 
-def _step_5_preview() -> ModelFacts:
-    """Return Step-5 Preview: 92 layers, num_attention_groups 4, head_dim 192, sliding_window 512.
-
-    Each fourth layer is full, with a summary for each region_block_size 8 tokens (public ports of its
-    config.json; vLLM's Step5SparseConfig). The rows of an open region are 8 here; vLLM rounds them up to a
-    page of the full layers.
-    """
-    kinds = tuple(_FULL if layer % 4 == 3 else _SLIDING for layer in range(92))
-    full = _layers_of(kinds, _FULL)
-    return ModelFacts(
-        "step-5-preview",
-        4,
-        kinds,
-        key_and_value(4, 192),
-        sliding_window=512,
-        side_caches=(
-            SideCache("full", full, (row("summary", 256, 8),)),
-            SideCache("summary.ring", full, states=(ring(2 * 256 * 2, 8),)),
-        ),
-        layouts=("BLNHC",),  # Step5DSAAttentionBackend
-    )
-
-
 def _minimax_m3() -> ModelFacts:
     """Return MiniMax-M3: num_hidden_layers 60, num_key_value_heads 4, head_dim 128, sparse_index_dim 128.
 
@@ -212,7 +189,6 @@ SPARSE_MODELS = (
     _deepseek_v4_flash(),
     _deepseek_v41_flash(),
     _glm_5_next(),
-    _step_5_preview(),
     _minimax_m3(),
     _qwen4_preview(),
 )

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,8 +14,9 @@ from hypothesis import strategies as st
 
 from kvxferd.errors import PlanError
 from kvxferd.ids import Rank
+from tests.support.attention_engines import blocks, engine
 from tests.support.checked_pull import check, transfer
-from tests.support.layout_strategies import Engine, Model, engines, lists, models
+from tests.support.layout_strategies import Model, engines, lists, models
 from tests.support.mover_pair import Movers, in_pool
 
 pytestmark = pytest.mark.process
@@ -43,7 +43,10 @@ def test_every_byte_of_random_pairs_through_real_movers(movers: Movers, pytestco
         theirs = data.draw(lists(source, num_tokens, latest=num_tokens - 1))
         counts["pairs"] += 1
         try:
-            moved = pull(movers, sink, rank, source, mine=mine, theirs=theirs, num_tokens=num_tokens)
+            request = {"mine": mine, "theirs": theirs, "num_tokens": num_tokens}
+            moved = transfer(
+                movers, sink.spec_of(rank), sink.ranks[rank], source.spec, source.ranks, **request
+            )
         except PlanError as error:
             counts[f"refused: {error.code}"] += 1
         else:
@@ -55,33 +58,16 @@ def test_every_byte_of_random_pairs_through_real_movers(movers: Movers, pytestco
     assert counts["moved"] > num_pairs // 3, counts
 
 
-def pull(movers: Movers, sink: Engine, rank: Rank, source: Engine, **request: Any) -> int:
-    return transfer(movers, sink.spec_of(rank), sink.ranks[rank], source.spec, source.ranks, **request)
-
-
 def test_the_check_can_fail(movers: Movers) -> None:
-    """A byte that changes after the delivery is found, and so is one outside the blocks."""
-
-    @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.data())
-    def spoiled(data: st.DataObject) -> None:
-        model: Model = data.draw(models())
-        sink, source = data.draw(engines(model, "sink")), data.draw(engines(model, "source"))
-        rank = data.draw(st.sampled_from(sorted(sink.ranks)))
-        mine, theirs = data.draw(lists(sink, 9, latest=0)), data.draw(lists(source, 9, latest=0))
-        layout = in_pool(sink.ranks[rank])
-        try:
-            if not pull(movers, sink, rank, source, mine=mine, theirs=theirs, num_tokens=9):
-                return
-        except PlanError:
-            return
-        size = sum(region.size_bytes for region in sink.ranks[rank].regions)
-        view = movers.sink.array[: size + 4096]
-        good = view.copy()
-        assert check(view, good, layout, mine, source.ranks, theirs) > 0
-        victim = data.draw(st.integers(0, len(view) - 1))
+    """A byte that changes after the delivery is found, inside the blocks and outside of them."""
+    (spec, layout), (remote_spec, theirs) = engine(tp=2)[Rank(0, 0)], engine()[Rank(0, 0)]
+    mine, source = blocks([3, 5]), {Rank(0, 0): theirs}
+    assert transfer(movers, spec, layout, remote_spec, source, mine=mine, theirs=mine, num_tokens=8)
+    view = movers.sink.array[: layout.regions[0].size_bytes + 4096]
+    good = view.copy()
+    assert check(view, good, in_pool(layout), mine, source, mine) > 0
+    for victim in (layout.tensors[0].offset + 3 * layout.tensors[0].block_stride, 0, len(view) - 1):
         view[victim] ^= 0xFF
         with pytest.raises(AssertionError):
-            check(view, good, layout, mine, source.ranks, theirs)
-
-    spoiled()
+            check(view, good, in_pool(layout), mine, source, mine)
+        view[victim] ^= 0xFF

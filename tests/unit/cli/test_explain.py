@@ -83,7 +83,7 @@ def test_text_draws_a_matrix_and_lists_reads() -> None:
     assert "pp0.tp1 |····████············████········| 78.1 MiB" in result.stdout
     rows = [line for line in result.stdout.splitlines() if "  attention  " in line]
     assert len(rows) == 16
-    assert "16 reads: attention: runs of 4.0 KiB; blocks in a row do not merge" in result.stdout
+    assert "16 reads: attention: runs of 4.0 KiB" in result.stdout
     assert re.search(r"pp0\.tp0-7, pp1\.tp0-7 +19\.5 MiB +100% ", result.stdout)
 
 

@@ -43,7 +43,7 @@ from tests.support.explained_pairs import described, explained
         ("llama-3-8b,layout=BLHNC", "llama-3-8b", "with BLHNC at decode: "),
         ("llama-3-8b,layout=HND-cross-layer", "llama-3-8b", "with HND-cross-layer at decode: "),
         ("deepseek-v3,tp=8", "deepseek-v3,tp=4", "with BLHNC at both: "),
-        ("step-5,tp=8,layout=HND", "step-5,tp=4", "with BLNHC at prefill: "),
+        ("glm-5-next,tp=8,layout=HND", "glm-5-next,tp=4", "with BLHNC at prefill: "),
     ],
 )
 def test_a_layout_or_a_block_size_is_advised_with_what_it_gains(
@@ -73,7 +73,7 @@ def test_the_advised_pair_has_as_many_runs_as_promised() -> None:
         ("nemotron-h-8b", "nemotron-h-8b,tp=4"),  # its states share pages with single layers
         ("deepseek-v3,tp=8,layout=BLHNC", "deepseek-v3,tp=4,layout=BLHNC"),
         ("deepseek-v4,tp=8", "deepseek-v4,tp=4"),
-        ("step-5,tp=8", "step-5,tp=4"),
+        ("glm-5-next,tp=8", "glm-5-next,tp=4"),
     ],
 )
 def test_where_nothing_gains_nothing_is_advised(prefill: str, decode: str) -> None:

@@ -44,29 +44,18 @@ def test_bytes_of_a_thousand_tokens(prefill: str, decode: str, want: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "runs", "fewest"),
+    ("prefill", "decode", "runs"),
     [
-        # 62.5 blocks, 36 layers, K and V: a block of all eight heads is one run
-        ("qwen3-8b", "qwen3-8b", 62.5 * 36 * 2, 36 * 2 * 1000 / 1008),
-        # head by head: a rank has 4 of 8
-        ("qwen3-8b", "qwen3-8b,tp=2", 62.5 * 36 * 2 * 2, 36 * 2 * 1000 / 1008 * 63 * 2),
-        # head by head and token by token; the last of a block touches the first of the next
-        (
-            "qwen3-8b",
-            "qwen3-8b,layout=NHD",
-            1000 * 36 * 2 * 8,
-            (1008 * 8 - 62) * 36 * 2 * 1000 / 1008,
-        ),
-        # a block of all layers, K and V, is one run
-        ("qwen3-8b,layout=cross-layer", "qwen3-8b,layout=cross-layer", 62.5, 1000 / 1008),
+        ("qwen3-8b", "qwen3-8b", 62.5 * 36 * 2),  # 36 layers, K and V: a block of all eight heads
+        ("qwen3-8b", "qwen3-8b,tp=2", 62.5 * 36 * 2 * 2),  # a block of four heads, for each rank
+        ("qwen3-8b", "qwen3-8b,layout=NHD", 1000 * 36 * 2 * 8),  # head by head and token by token
+        ("qwen3-8b,layout=cross-layer", "qwen3-8b,layout=cross-layer", 62.5),  # a block of all layers
     ],
 )
-def test_runs_of_a_thousand_tokens(prefill: str, decode: str, runs: float, fewest: float) -> None:
-    """For scattered ids and for ids in a row."""
+def test_runs_of_a_thousand_tokens(prefill: str, decode: str, runs: float) -> None:
     found = explained(prefill, decode)
     reads = [read for rank in found.ranks for read in rank.reads]
     assert sum(read.num_runs for read in reads) == pytest.approx(runs, abs=len(reads))
-    assert sum(r.fewest_runs for r in reads) == pytest.approx(fewest, rel=1e-4, abs=len(reads))
     for read in reads:
         assert read.mean_run_bytes == pytest.approx(read.num_bytes / read.num_runs)
 
@@ -176,7 +165,7 @@ def test_a_rank_that_holds_countless_units_costs_its_reader_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["deepseek-v3.2", "deepseek-v4", "deepseek-v4.1", "glm-5-next", "step-5", "minimax-m3", "qwen4"]
+    "model", ["deepseek-v3.2", "deepseek-v4", "deepseek-v4.1", "glm-5-next", "minimax-m3", "qwen4"]
 )
 def test_models_with_compressed_caches_are_explained_across_parallel_sizes(model: str) -> None:
     """What every rank holds, each reads from one rank of the other side; heads and states are divided."""

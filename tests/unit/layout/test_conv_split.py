@@ -102,14 +102,15 @@ def test_a_ratio_of_minus_two() -> None:
         assert sorted(found) == [(0, 60), (60, 30), (90, 30)]
 
 
-def test_shapes_that_do_not_split() -> None:
+@pytest.mark.parametrize(
+    ("columns", "ssm_shape"),
+    [(2000, (32, 64, 128)), (2049, (32, 64, 128)), (4095, (4096, 16))],  # Mamba1 has x alone
+)
+def test_shapes_that_do_not_split(columns: int, ssm_shape: tuple[int, ...]) -> None:
     """GOLDEN row 8: no B and C is legal; fewer columns than x, or an odd rest, is refused."""
     assert derive_mamba_conv_split(2048, (32, 64, 128)) == (2048, 0)
-    for columns in (2000, 2049):
-        with pytest.raises(ValueError, match=f"{columns} convolution columns"):
-            derive_mamba_conv_split(columns, (32, 64, 128))
-    with pytest.raises(ValueError, match="4095 convolution columns"):
-        derive_mamba_conv_split(4095, (4096, 16))  # Mamba1 has x alone
+    with pytest.raises(ValueError, match=f"{columns} convolution columns"):
+        derive_mamba_conv_split(columns, ssm_shape)
 
 
 def test_row_by_row_the_parts_lie_beside_each_other() -> None:

@@ -69,6 +69,7 @@ def refusal(layout: RankLayout, spec: EngineSpec = SPEC) -> str:
         # --- overlaps in a group
         (with_tensor(0, block_stride=64), ["layer 2's component 'k'", "itself"]),
         (with_tensor(0, token_stride=8), ["layer 2's component 'k'", "itself"]),
+        (with_tensor(0, unit_stride=32), ["layer 2's component 'k'", "itself"]),
         (with_tensor(1, offset=960), ["layer 2's component", "overlaps", "'full'"]),
         (with_tensor(0, num_chunks=2), ["overlaps itself"]),  # chunk_stride 0
         # --- names

@@ -69,8 +69,11 @@ def test_unusable_lists_are_refused(
     assert [word for word in words if word not in caught.value.message] == []
 
 
-def test_a_shard_lists_blocks_of_the_whole_sequence() -> None:
-    """Over 3 shards a block of 4 tokens stands for 12; lists begin where a turn over them does."""
+def test_a_list_begins_where_an_item_and_a_turn_over_the_shards_do() -> None:
+    """Scales of 4 tokens each. Over 3 shards a block of 4 tokens stands for 12."""
+    tensors = tuple(msgspec.structs.replace(t, granule_tokens=4) for t in PLAIN.tensors)
+    with pytest.raises(EngineError, match="no multiple of its granule, 4 tokens"):
+        check_blocks(msgspec.structs.replace(PLAIN, tensors=tensors), blocks([0], first_token=6), 8)
     sharded = with_group(PLAIN, token_shard=TokenShard(3, 1, 2))
     check_blocks(sharded, blocks([0, 1]), 13)
     with pytest.raises(EngineError, match="take 2"):
@@ -79,25 +82,6 @@ def test_a_shard_lists_blocks_of_the_whole_sequence() -> None:
         EngineError, match="first_token 8 is no multiple of its turn over the token shards, 6"
     ):
         check_blocks(sharded, blocks([0], first_token=8), 13)
-
-
-def test_a_list_does_not_begin_inside_an_item() -> None:
-    """Scales of 4 tokens each: first_token 6 would cut one in two."""
-    tensors = tuple(msgspec.structs.replace(t, granule_tokens=4) for t in PLAIN.tensors)
-    with pytest.raises(EngineError, match="no multiple of its granule, 4 tokens"):
-        check_blocks(msgspec.structs.replace(PLAIN, tensors=tensors), blocks([0], first_token=6), 8)
-
-
-def test_a_state_stands_where_the_request_ends() -> None:
-    """Only the last id counts, so the others may repeat; the token must be the request's."""
-    layout = hybrid()
-    attention = blocks([0, 1])
-    check_blocks(layout, attention | {STATE: PackedBlocks(pack_ids([0, 0, 3]), state_at=8)}, 8)
-    check_blocks(layout, attention | {STATE: PackedBlocks(b"")}, 8)
-    with pytest.raises(EngineError, match="stands at token 4, and the request has 8 tokens"):
-        check_blocks(layout, attention | {STATE: PackedBlocks(pack_ids([3]), state_at=4)}, 8)
-    with pytest.raises(EngineError, match="block 4 of group 'state'"):
-        check_blocks(layout, attention | {STATE: PackedBlocks(pack_ids([4]), state_at=8)}, 8)
 
 
 @pytest.mark.parametrize(
@@ -172,19 +156,14 @@ def test_a_long_list_is_scanned_once_for_all_ranks_that_differ(scans: list[int])
     check_open_blocks(rules, long, 400)
     assert has_all_blocks(rules, long, 400)
     assert len(scans) == 2
+    check_open_blocks(rules, long, 400, blocks([]))  # nothing is added
+    assert len(scans) == 2
     own = {rank: held for rank, (held, _) in engine(tp=4).items()}
     source = {rank: (held, layout_of(held, num_blocks=128 + rank.tp_rank)) for rank, held in own.items()}
     plan = plan_between(engine(), source)
     del scans[:]
     check_request(plan, blocks([0]), long, 4)
     assert len(scans) == 1
-
-
-def test_a_complete_list_to_which_nothing_is_added_is_not_scanned(scans: list[int]) -> None:
-    rules = engine_rules([block_rules(engine()[Rank(0, 0)][1])])
-    check_open_blocks(rules, blocks(range(100)), 400, blocks([]))
-    assert has_all_blocks(rules, blocks(range(100)), 400)
-    assert scans == []
 
 
 def test_a_source_cannot_make_a_reader_count_without_end() -> None:
@@ -199,15 +178,23 @@ def test_a_source_cannot_make_a_reader_count_without_end() -> None:
         check_request(plan, blocks([0]), blocks([0], first_token=2**63), 4)
 
 
-def test_a_state_elsewhere_is_not_published() -> None:
-    """The source's state must stand at the request's last token."""
-    both: tuple[EngineSpec, RankLayout] = (spec(), hybrid())
-    plan = plan_between({Rank(0, 0): both}, {Rank(0, 0): both})
-    attention = blocks([0, 1])
-    mine = attention | {STATE: PackedBlocks(pack_ids([3]), state_at=8)}
-    check_request(plan, mine, mine, 8)
-    for theirs in (PackedBlocks(pack_ids([3]), state_at=4), PackedBlocks(b"")):
+def test_a_state_stands_where_the_request_ends() -> None:
+    """Only the last id counts: others may repeat. The token must be the request's, at the source too."""
+    layout, attention = hybrid(), blocks([0, 1])
+
+    def lists(ids: list[int], state_at: int = 8) -> dict[GroupName, PackedBlocks]:
+        return attention | {STATE: PackedBlocks(pack_ids(ids), state_at=state_at)}
+
+    both: dict[Rank, tuple[EngineSpec, RankLayout]] = {Rank(0, 0): (spec(), layout)}
+    plan = plan_between(both, both)
+    for own in (lists([0, 0, 3]), lists([])):
+        check_blocks(layout, own, 8)
+        check_request(plan, own, own, 8)
+    with pytest.raises(EngineError, match="stands at token 4, and the request has 8 tokens"):
+        check_blocks(layout, lists([3], 4), 8)
+    with pytest.raises(EngineError, match="block 4 of group 'state'"):
+        check_blocks(layout, lists([4]), 8)
+    for theirs in (lists([3], 4), lists([])):
         with pytest.raises(PlanError, match="state at token 8 is needed") as caught:
-            check_request(plan, mine, attention | {STATE: theirs}, 8)
+            check_request(plan, lists([3]), theirs, 8)
         assert caught.value.code is Code.TOKENS_NOT_PUBLISHED
-    check_request(plan, attention | {STATE: PackedBlocks(b"")}, attention | {STATE: PackedBlocks(b"")}, 8)

@@ -13,7 +13,6 @@ from kvxferd.plan import Plan
 from kvxferd.plan.covering import FORM_OVERHEAD_BYTES, TABLE_OVERHEAD_BYTES, CoveredRank, CoverExpander
 from kvxferd.plan.stretches import (
     MAX_FORMS,
-    MAX_LENGTHS,
     MAX_RUNS,
     MAX_STRETCH_BYTES,
     cover_block,
@@ -85,16 +84,6 @@ def test_a_gap_that_costs_more_than_a_descriptor_is_not_read() -> None:
     runs = (np.array([0, 4]), np.array([0, 5000]), np.array([4, 4]))
     (one,) = cover_block([runs], 10_000, max_gap_bytes=4995) or ()
     assert one.remote.tolist() == [0, 5000]
-
-
-def test_runs_of_many_lengths_are_cut_into_powers_of_two() -> None:
-    """The copies are fewer sets than there are lengths, and write the same bytes."""
-    length = np.arange(1, 3 * MAX_LENGTHS)
-    local = np.cumsum(length + 3) - length
-    remote = np.cumsum(length) - length
-    (one,) = cover_block([(local, remote, length)], 1 << 20) or ()
-    assert len(one.form.copies) <= MAX_LENGTHS
-    assert one.form.num_bytes == length.sum() == one.form.size_bytes
 
 
 def test_what_does_not_repeat_is_not_covered() -> None:

@@ -6,18 +6,15 @@ import pytest
 
 from kvxferd.errors import Code, PlanError
 from kvxferd.explain.byte_ranges import byte_ranges
-from kvxferd.ids import EngineId, GroupName, Rank, RegionId
+from kvxferd.ids import EngineId, GroupName, Rank
 from kvxferd.layout import (
     EngineSpec,
     GroupKind,
-    PackedBlocks,
     RankLayout,
-    get_transfer_cache_regions,
-    pack_ids,
 )
 from kvxferd.layout.presets import LayerKind, ModelFacts, StateComponent, TokenComponent, deploy
 from kvxferd.layout.presets.model_facts import key_and_value, mamba2_states
-from kvxferd.plan import Expander, MambaEngineTransferInfo, Plan, TransferTopology
+from kvxferd.plan import MambaEngineTransferInfo, Plan, TransferTopology
 from tests.support.attention_engines import plan_between
 from tests.support.fetched_engine import register
 
@@ -104,33 +101,12 @@ def test_block_ids_of_a_rank_that_is_read_for_states_alone() -> None:
         deploy(hybrid(4), tp=tp, block_tokens=4, num_blocks=10, shared_pages=False) for tp in (2, 8)
     )
     plan = plan_between(sink, source)
-    blocks = [
-        {
-            GroupName("full"): PackedBlocks(pack_ids(attention)),
-            GroupName("state.0"): PackedBlocks(pack_ids(states), state_at=8),
-        }
-        for attention, states in (([5, 6], [9]), ([1, 2], [3]))
-    ]
-    at = {RegionId("kv"): 0}
-    found = Expander(plan).expand(*blocks, 8, at, dict.fromkeys(plan.sources, at))
-    for rank, attention in ((1, ([], [])), (2, ([5, 6], [1, 2]))):
-        runs = found[Rank(0, rank)]
-        assert blocks_at(sink[Rank(0, 0)][1], runs.local.tolist()) == (attention[0], [9])
-        assert blocks_at(source[Rank(0, rank)][1], runs.remote.tolist()) == (attention[1], [3])
-
-
-def blocks_at(layout: RankLayout, addresses: list[int]) -> tuple[list[int], list[int]]:
-    """Return which blocks of attention, and of states, some addresses lie in."""
-    groups = {group.name: group for group in layout.groups}
-    found: dict[GroupKind, set[int]] = {kind: set() for kind in GroupKind}
-    tensors = sorted(layout.tensors, key=lambda t: (t.layer, t.offset))
-    regions = get_transfer_cache_regions(layout, {RegionId("kv"): 0})
-    for tensor, (start, block_len, kv_block_len) in zip(tensors, regions, strict=True):
-        group = groups[tensor.group]
-        for block, inside in (divmod(address - start, block_len) for address in addresses):
-            if 0 <= block < group.num_blocks and inside < kv_block_len:
-                found[group.kind].add(block)
-    return sorted(found[GroupKind.ATTENTION]), sorted(found[GroupKind.STATE])
+    local = {"full": [5, 6], "state.0": [9]}
+    remote = {"full": [1, 2], "state.0": [3]}
+    for rank, want in ((1, [([], []), ([9], [3])]), (2, [([5, 6], [1, 2]), ([9], [3])])):
+        read = {one.local.group: one.remote.group for one in plan.group_reads if one.rank.tp_rank == rank}
+        found = [(local[n], remote[read[GroupName(n)]]) if n in read else ([], []) for n in local]
+        assert found == want
 
 
 @pytest.mark.parametrize(

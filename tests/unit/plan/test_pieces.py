@@ -9,13 +9,14 @@ from kvxferd.layout import Group, PackedBlocks, pack_ids, unpack_ids
 from kvxferd.layout.tensors import GroupKind
 from kvxferd.plan import PieceRules, check_open_blocks, covered_tokens, has_all_blocks
 from kvxferd.plan.block_list_checks import GroupRule
+from kvxferd.plan.plan import block_geometry
 from tests.support.attention_engines import engine, plan_between
 
 NUM_BLOCKS = 4096
 FULL = Group(name="full", num_blocks=NUM_BLOCKS, block_tokens=4)
 WINDOW = Group(name="window", num_blocks=NUM_BLOCKS, block_tokens=4, sliding_window=8)
 STATE = Group(name="state", num_blocks=NUM_BLOCKS, kind=GroupKind.STATE)
-RULES = tuple(GroupRule(group, 1) for group in (FULL, WINDOW, STATE))
+RULES = tuple(GroupRule(block_geometry(group), 1) for group in (FULL, WINDOW, STATE))
 
 
 def packed(num_ids: int, first: int = 0) -> PackedBlocks:

@@ -80,20 +80,6 @@ def test_a_broken_source_is_refused_by_name(change: Change, code: Code, words: l
     assert error.message.count("'k'") <= 2, "once a component and field, not a layer"
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("fingerprint", "other"), ("num_layers", 3), ("num_kv_heads", 5)]
-)
-def test_another_model_is_refused(field: str, value: object) -> None:
-    """Model facts are compared before anything is planned."""
-    source = engine()
-    spec, layout = source[Rank(0, 0)]
-    source[Rank(0, 0)] = (msgspec.structs.replace(spec, **{field: value}), layout)
-    error = refusal(source)
-    assert error.code is Code.LAYOUT_INCOMPATIBLE
-    assert field in error.message
-    assert repr(value) in error.message
-
-
 def with_shard(held: tuple[EngineSpec, RankLayout], shard: TokenShard) -> tuple[EngineSpec, RankLayout]:
     """Return the rank with its group's tokens sharded."""
     spec, layout = held

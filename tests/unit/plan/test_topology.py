@@ -134,21 +134,6 @@ def test_target_remote_ranks(
     assert made.target_remote_ranks(REMOTE) == target
 
 
-@pytest.mark.parametrize(
-    ("model", "is_mla"),
-    [
-        ("llama-3-8b", False),
-        ("deepseek-v3", True),
-        ("nemotron-h-8b", False),
-        ("falcon-mamba-7b", False),  # states alone: no attention, so no latents either
-    ],
-)
-def test_models_of_latents(model: str, is_mla: bool) -> None:
-    """The same on every stage, also on one that holds no layer of a kind."""
-    for own, layout in deploy(model, tp=2, pp=16, num_blocks=2).values():
-        assert TransferTopology(own, layout).is_mla is is_mla
-
-
 def test_two_stages_are_kept_apart() -> None:
     """GOLDEN row 3: the default pp_rank is stage 0; keys (e, 0) and (e, 1); layers (0, 16) and (16, 32)."""
     own = spec(layers=32)
