@@ -5,17 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvxferd.errors import Code
-from kvxferd.ids import (
-    AgentName,
-    BootId,
-    Endpoint,
-    EngineId,
-    Generation,
-    GrantId,
-    PullId,
-    Rank,
-    TransferId,
-)
+from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Generation, GrantId, PullId, Rank, TransferId
 
 # Where a pull's time goes, in the order in which it passes. None contains another, and they add up to it.
 PHASES = ("handshake", "grant", "connect", "queue", "plan", "post", "wire", "fence", "other")
@@ -122,16 +112,6 @@ class ReleaseRecord(_Timed, frozen=True, kw_only=True):
         return next((peer for reader in self.readers for peer in reader.peers), Endpoint(""))
 
 
-class TopologyRecord(_Stamped, frozen=True, kw_only=True):
-    """A local rank has a plan for one stage of a remote engine."""
-
-    sink: EngineId
-    rank: Rank
-    source: EngineId
-    stage: int
-    text: str  # TransferTopology.describe
-
-
 class PlacementRecord(_Stamped, frozen=True, kw_only=True):
     """How a mover reaches a rank's memory, as it bound or tested it."""
 
@@ -154,7 +134,7 @@ class TransportsRecord(_Stamped, frozen=True, kw_only=True):
     slow: bool  # TCP on one node, where there is something faster
 
 
-Record = PullRecord | HandshakeRecord | ReleaseRecord | TopologyRecord | PlacementRecord | TransportsRecord
+Record = PullRecord | HandshakeRecord | ReleaseRecord | PlacementRecord | TransportsRecord
 
 
 class ServedRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -20,12 +20,11 @@ from kvxferd.records import (
     PlacementRecord,
     PullRecord,
     Record,
-    TopologyRecord,
     TransportsRecord,
 )
 from kvxferd.telemetry.logs import log_record
 from kvxferd.telemetry.metrics import Metrics
-from tests.support.node_samples import SINK, SOURCE, node_snapshot, pull_record, records
+from tests.support.node_samples import node_snapshot, pull_record, records
 from tests.support.repository import files_in, parsed, text_of
 
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
@@ -108,8 +107,7 @@ def record_lines() -> list[Line]:
 
 def _records() -> Iterator[Record]:
     """Yield records whose lines have every level and field. Raises LookupError where a kind is missing."""
-    topology = TopologyRecord(sink=SINK, rank=pull_record().rank, source=SOURCE, stage=0, text="1 of 1")
-    shown = [*records(), pull_record("failed", Code.DEADLINE), topology]
+    shown = [*records(), pull_record("failed", Code.DEADLINE)]
     if missing := set(get_args(Record)) - {type(record) for record in shown}:
         raise LookupError(f"no sample of {missing}")
     for record in shown:

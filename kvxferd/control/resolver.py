@@ -18,7 +18,7 @@ from contextlib import suppress
 import structlog
 
 from kvxferd.core.effects import NO_USER
-from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.ledger import FairShare
 
 log = structlog.get_logger()
 

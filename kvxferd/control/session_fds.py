@@ -11,7 +11,7 @@ import socket
 
 from kvxferd.control.worker_connection import WorkerConnection
 from kvxferd.core.events import FdsArrived
-from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.ledger import FairShare
 from kvxferd.core.limits.table import RETRY_LATER_S
 from kvxferd.errors import Code, EngineError, ProtocolError, count_busy_refusal
 from kvxferd.frame_socket import close_fds

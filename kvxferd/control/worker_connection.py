@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass, field
 
-from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.ledger import FairShare
 from kvxferd.frame_socket import close_fds
 from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import SessionId

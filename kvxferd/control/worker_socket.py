@@ -23,7 +23,8 @@ from kvxferd.control.turns import MESSAGES_PER_TURN, Turns
 from kvxferd.control.worker_access import may_connect, rejection
 from kvxferd.control.worker_connection import WorkerConnection
 from kvxferd.core.events import Event, WorkerConnected, WorkerDisconnected, WorkerMessage
-from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.ledger import FairShare, Share
+from kvxferd.core.limits.table import SESSIONS
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.frame_socket import close_fds, new_read_buffer
 from kvxferd.frame_stream import FrameStream
@@ -67,7 +68,7 @@ class WorkerSocket:
         """`turns`: shared with the peers' sockets; None: its own."""
         self._config = config
         self._on_event = on_event
-        self._max_sessions = max_sessions
+        self._sessions = Share(SESSIONS, max_sessions)
         self._listener: socket.socket | None = None
         self._connections: dict[SessionId, WorkerConnection] = {}
         self._numbers = itertools.count(1)
@@ -127,8 +128,7 @@ class WorkerSocket:
         )
         # No message is larger than the largest registration: block ids come in parts of half that size.
         stream.limit_frames(MAX_REGISTER_BYTES, MAX_FDS_PER_FRAME)
-        uids = [c.credentials.uid for c in self._connections.values()]
-        farewell = rejection(self._config, credentials, uids, self._max_sessions)
+        farewell = rejection(self._config, credentials, self._sessions)
         if farewell is not None:
             stream.send(encode(farewell))
             stream.close()
@@ -142,6 +142,7 @@ class WorkerSocket:
         session = SessionId(next(self._numbers))
         connection = WorkerConnection(session, stream, credentials, death, alive)
         self._connections[session] = connection
+        self._sessions.add(credentials.uid, 1)
         self._on_event(WorkerConnected(session, credentials.pid, credentials.uid))
         stream.set_reading()
         if alive < 0:
@@ -334,6 +335,7 @@ class WorkerSocket:
 
     def _release(self, connection: WorkerConnection) -> None:
         del self._connections[connection.session]
+        self._sessions.release(connection.credentials.uid)
         connection.close()
         self._fds.charge(connection)
         connection.charge(self._partial_bytes, "partial bytes", 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvxferd.ids import AgentName, Endpoint, MoverId, SessionId
 from kvxferd.plan import PlanJob
@@ -12,8 +12,7 @@ from kvxferd.wire.common import Message
 NO_USER = -1  # no user: the node acts for itself
 
 
-@dataclass(frozen=True, slots=True)
-class SendToWorker:
+class SendToWorker(msgspec.Struct, frozen=True):
     """Send a frame to a session, with its fence page or with the pidfd of a mover.
 
     Where the pidfd cannot be attached the frame is not sent, and `PidfdNotSent` follows. Where the page
@@ -26,50 +25,43 @@ class SendToWorker:
     with_fence_page: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CloseWorkerConnection:
+class CloseWorkerConnection(msgspec.Struct, frozen=True):
     """Send what is queued, then close the session's socket. `WorkerDisconnected` follows."""
 
     session: SessionId
 
 
-@dataclass(frozen=True, slots=True)
-class CommitRegionFds:
+class CommitRegionFds(msgspec.Struct, frozen=True):
     """Make the descriptors of the session's last `Register` or `Resume` its rank's memory."""
 
     session: SessionId
 
 
-@dataclass(frozen=True, slots=True)
-class CreateFencePage:
+class CreateFencePage(msgspec.Struct, frozen=True):
     """Create the session's fence page if it has none. A failure ends the session."""
 
     session: SessionId
 
 
-@dataclass(frozen=True, slots=True)
-class OverwriteFenceWord:
+class OverwriteFenceWord(msgspec.Struct, frozen=True):
     """Overwrite a fence word, before any later effect."""
 
     session: SessionId
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartForkserver:
+class StartForkserver(msgspec.Struct, frozen=True):
     """Start another forkserver. `ForkserverReady`, `LibraryUnavailable` or `ForkserverExited` follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForkMover:
+class ForkMover(msgspec.Struct, frozen=True):
     """Request a mover of the forkserver. Its `MoverUp`, `MoverNotStarted` or `MoverDied` follows."""
 
     mover: MoverId
     agent: AgentName
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptResidentMover:
+class AcceptResidentMover(msgspec.Struct, frozen=True):
     """Take the resident mover at the other end of the socket that the session's worker sent last.
 
     Its `MoverUp`, `MoverNotStarted` or `MoverDied` follows.
@@ -79,23 +71,20 @@ class AcceptResidentMover:
     session: SessionId
 
 
-@dataclass(frozen=True, slots=True)
-class KillMover:
+class KillMover(msgspec.Struct, frozen=True):
     """Kill the mover's process, or request a resident mover to end. `MoverDied` follows."""
 
     mover: MoverId
 
 
-@dataclass(frozen=True, slots=True)
-class SendToMover:
+class SendToMover(msgspec.Struct, frozen=True):
     """Send a message to a mover."""
 
     mover: MoverId
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class BindMover:
+class BindMover(msgspec.Struct, frozen=True):
     """Send a `Bind` with the descriptors of the session's regions and the worker's pidfd."""
 
     mover: MoverId
@@ -103,16 +92,14 @@ class BindMover:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class ShareFencePage:
+class ShareFencePage(msgspec.Struct, frozen=True):
     """Send a `MapFence` with the descriptor of the session's fence page."""
 
     mover: MoverId
     session: SessionId
 
 
-@dataclass(frozen=True, slots=True)
-class SendToPeer:
+class SendToPeer(msgspec.Struct, frozen=True):
     """Send on this node's connection to a peer. Open the connection if there is none."""
 
     endpoint: Endpoint
@@ -120,8 +107,7 @@ class SendToPeer:
     uid: int = NO_USER  # for whom a host name is looked up first
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyToPeer:
+class ReplyToPeer(msgspec.Struct, frozen=True):
     """Send on a connection that a peer opened to this node.
 
     Most are replies. `RankPollingRequest` and `TransferReleased` are requests of a home to its member.
@@ -131,35 +117,30 @@ class ReplyToPeer:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class ClosePeerConnection:
+class ClosePeerConnection(msgspec.Struct, frozen=True):
     """Close the connection to a peer."""
 
     endpoint: Endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class SaveOwnerships:
+class SaveOwnerships(msgspec.Struct, frozen=True):
     """The owners of ranks have changed: write `Node.owners.saved_ranks()` to disk soon."""
 
 
-@dataclass(frozen=True, slots=True)
-class EmitRecord:
+class EmitRecord(msgspec.Struct, frozen=True):
     """Stamp, log, count and keep a record of something that ended, `ended_ago_s` before this effect."""
 
     record: Record
     ended_ago_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class CountServed:
+class CountServed(msgspec.Struct, frozen=True):
     """Count what a reading rank has acknowledged."""
 
     served: ServedRecord
 
 
-@dataclass(frozen=True, slots=True)
-class MakePlan:
+class MakePlan(msgspec.Struct, frozen=True):
     """Make a plan beside the loop, fairly between users, and feed `PlanMade`: it takes up to two seconds."""
 
     job: PlanJob
@@ -167,23 +148,8 @@ class MakePlan:
 
 
 Effect = (
-    SendToWorker
-    | CloseWorkerConnection
-    | CommitRegionFds
-    | CreateFencePage
-    | OverwriteFenceWord
-    | StartForkserver
-    | ForkMover
-    | AcceptResidentMover
-    | KillMover
-    | SendToMover
-    | BindMover
-    | ShareFencePage
-    | SendToPeer
-    | ReplyToPeer
-    | ClosePeerConnection
-    | SaveOwnerships
-    | EmitRecord
-    | CountServed
-    | MakePlan
-)
+    SendToWorker | CloseWorkerConnection | CommitRegionFds | CreateFencePage | OverwriteFenceWord
+    | StartForkserver | ForkMover | AcceptResidentMover | KillMover | SendToMover | BindMover
+    | ShareFencePage | SendToPeer | ReplyToPeer | ClosePeerConnection | SaveOwnerships | EmitRecord
+    | CountServed | MakePlan
+)  # fmt: skip

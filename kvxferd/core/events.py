@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from kvxferd.core.allowlist import PeerAllowlist
@@ -32,8 +32,7 @@ SavedOwner = Annotated[str, Meta(pattern=r"^(uid:\d{1,10}$|key:|secret:)")]
 SavedRank = tuple[EngineId, Generation, int, int, SavedOwner]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConnected:
+class WorkerConnected(msgspec.Struct, frozen=True):
     """A process that is admitted connected to the worker socket."""
 
     session: SessionId
@@ -41,8 +40,7 @@ class WorkerConnected:
     uid: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerMessage:
+class WorkerMessage(msgspec.Struct, frozen=True):
     """A session sent a frame.
 
     `problem` is the shell's refusal of the frame's descriptors. `fence_word` is the content of a `Publish`'s
@@ -56,75 +54,65 @@ class WorkerMessage:
     awaits_fds: bool = False  # a `Register` that announced more descriptors than arrived
 
 
-@dataclass(frozen=True, slots=True)
-class FdsArrived:
+class FdsArrived(msgspec.Struct, frozen=True):
     """The descriptors that the session's `Register` announced arrived. `problem`: why they cannot be used."""
 
     session: SessionId
     problem: Refusal | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerDisconnected:
+class WorkerDisconnected(msgspec.Struct, frozen=True):
     """The session's socket closed, which ends its registration."""
 
     session: SessionId
 
 
-@dataclass(frozen=True, slots=True)
-class ForkserverReady:
+class ForkserverReady(msgspec.Struct, frozen=True):
     """The forkserver has imported the transfer library, and forks movers from now on."""
 
     library: str
 
 
-@dataclass(frozen=True, slots=True)
-class LibraryUnavailable:
+class LibraryUnavailable(msgspec.Struct, frozen=True):
     """No transfer library works, so there will be no movers."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ForkserverExited:
+class ForkserverExited(msgspec.Struct, frozen=True):
     """The forkserver is gone, or was not started. The kernel kills its movers; each has its `MoverDied`."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class MoverNotStarted:
+class MoverNotStarted(msgspec.Struct, frozen=True):
     """A mover was not forked, or not accepted."""
 
     mover: MoverId
     refusal: Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class MoverMessage:
+class MoverMessage(msgspec.Struct, frozen=True):
     """A mover sent a message."""
 
     mover: MoverId
     message: FromMover
 
 
-@dataclass(frozen=True, slots=True)
-class MoverDied:
+class MoverDied(msgspec.Struct, frozen=True):
     """A mover's process, or a resident mover's agent, is gone: no read that it posted can write any more."""
 
     mover: MoverId
 
 
-@dataclass(frozen=True, slots=True)
-class PidfdNotSent:
+class PidfdNotSent(msgspec.Struct, frozen=True):
     """A frame that was to carry this mover's pidfd was not sent: the daemon has no descriptor left."""
 
     session: SessionId
     mover: MoverId
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReply:
+class PeerReply(msgspec.Struct, frozen=True):
     """A message arrived on the connection that this node opened to a peer.
 
     Most are replies. `RankPollingRequest` and `TransferReleased` are requests of a home to its member.
@@ -134,8 +122,7 @@ class PeerReply:
     message: PeerMessage
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRequest:
+class PeerRequest(msgspec.Struct, frozen=True):
     """A message arrived on a connection that a peer opened to this node. Replies go to `route`.
 
     `key` is the public CURVE key that the peer proved to hold, in hex; empty without CURVE.
@@ -146,8 +133,7 @@ class PeerRequest:
     key: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedLayout:
+class CheckedLayout(msgspec.Struct, frozen=True):
     """A layout that `validate_layout` found valid in an engine of `num_layers` layers."""
 
     digest: Digest
@@ -155,94 +141,81 @@ class CheckedLayout:
     num_layers: int
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutsChecked:
+class LayoutsChecked(msgspec.Struct, frozen=True):
     """A thread has checked the layouts of the peer's message that comes next."""
 
     layouts: tuple[CheckedLayout, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanMade:
+class PlanMade(msgspec.Struct, frozen=True):
     """What became of a `MakePlan`: the plan, why there is none, or why it could not be made now."""
 
     job: PlanJob
     made: PlannedReads | KvxferdError
 
 
-@dataclass(frozen=True, slots=True)
-class PeerUnreachable:
+class PeerUnreachable(msgspec.Struct, frozen=True):
     """No connection to the peer can be made. `reason` is part of a message for people."""
 
     endpoint: Endpoint
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerConnected:
+class PeerConnected(msgspec.Struct, frozen=True):
     """A connection to the peer has been made."""
 
     endpoint: Endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class PeerDisconnected:
+class PeerDisconnected(msgspec.Struct, frozen=True):
     """The connection to the peer ended, or could not be made; it is tried again. `reason` is for people."""
 
     endpoint: Endpoint
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class OwnershipsLoaded:
+class OwnershipsLoaded(msgspec.Struct, frozen=True):
     """The owners of ranks that an earlier daemon saved. Fed before the first session."""
 
     ranks: tuple[SavedRank, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DisownRequested:
+class DisownRequested(msgspec.Struct, frozen=True):
     """The operator requests that an engine id has no owner."""
 
     engine_id: EngineId
 
 
-@dataclass(frozen=True, slots=True)
-class DrainRequested:
+class DrainRequested(msgspec.Struct, frozen=True):
     """The operator requests a drain: the node refuses new work and finishes what runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class AllowlistChanged:
+class AllowlistChanged(msgspec.Struct, frozen=True):
     """The operator changed the allow-lists of peers."""
 
     allowlist: PeerAllowlist
 
 
-@dataclass(frozen=True, slots=True)
-class PeerDropRequested:
+class PeerDropRequested(msgspec.Struct, frozen=True):
     """The operator requests that a peer is forgotten."""
 
     endpoint: Endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class TransferCancelRequested:
+class TransferCancelRequested(msgspec.Struct, frozen=True):
     """The operator requests the release of a transfer that was published here."""
 
     engine: EngineKey
     transfer_id: TransferId
 
 
-@dataclass(frozen=True, slots=True)
-class PullCancelRequested:
+class PullCancelRequested(msgspec.Struct, frozen=True):
     """The operator requests the end of a local rank's pull."""
 
     pull: PullId
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed: run the timers that are due."""
 
 
@@ -252,25 +225,8 @@ OperatorRequest = (
 )  # fmt: skip
 
 Event = (
-    WorkerConnected
-    | WorkerMessage
-    | FdsArrived
-    | WorkerDisconnected
-    | ForkserverReady
-    | LibraryUnavailable
-    | ForkserverExited
-    | MoverNotStarted
-    | MoverMessage
-    | MoverDied
-    | PidfdNotSent
-    | PeerReply
-    | PeerRequest
-    | LayoutsChecked
-    | PlanMade
-    | PeerUnreachable
-    | PeerConnected
-    | PeerDisconnected
-    | OwnershipsLoaded
-    | OperatorRequest
-    | Tick
-)
+    WorkerConnected | WorkerMessage | FdsArrived | WorkerDisconnected | ForkserverReady
+    | LibraryUnavailable | ForkserverExited | MoverNotStarted | MoverMessage | MoverDied | PidfdNotSent
+    | PeerReply | PeerRequest | LayoutsChecked | PlanMade | PeerUnreachable | PeerConnected
+    | PeerDisconnected | OwnershipsLoaded | OperatorRequest | Tick
+)  # fmt: skip

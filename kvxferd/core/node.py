@@ -9,13 +9,21 @@ from kvxferd.core import events
 from kvxferd.core.context import CALLS_PER_EVENT, CALLS_PER_TICK, NodeContext
 from kvxferd.core.effects import (
     CloseWorkerConnection,
+    CreateFencePage,
     Effect,
     ReplyToPeer,
     SendToMover,
     SendToWorker,
 )
 from kvxferd.core.limits.ledger import Charge
-from kvxferd.core.limits.table import ARRIVING_ID_BYTES, BLOCK_ID_BYTES, INFLIGHT_BYTES, RANKS, WAITING_BYTES
+from kvxferd.core.limits.table import (
+    ARRIVING_ID_BYTES,
+    BLOCK_ID_BYTES,
+    INFLIGHT_BYTES,
+    PEERS,
+    RANKS,
+    WAITING_BYTES,
+)
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.peers import Peer, Peers
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
@@ -173,7 +181,7 @@ class Node:
             "max_transfers_per_engine": self.published.table.most_of_engine,
             "max_pulls_per_rank": self.pulls.most_of_rank,
             "max_inflight_bytes": ledger[INFLIGHT_BYTES].held,
-            "max_peers": self.peers.num_peers,
+            "max_peers": ledger[PEERS].held,
             "staging_bytes": self.chunk_memory.num_bytes,
         }
         of_settings = [
@@ -389,9 +397,11 @@ class Node:
             case worker_wire.Cancel():
                 self.pulls.cancel(session.local_rank, message.ticket)
             case worker_wire.DeliveredByMover():
-                self.worker_requests.mark_delivered(session, message)
+                self.worker_requests.check_tickets(message.tickets)
+                self.pulls.mark_delivered_by_mover(session.local_rank, message.tickets)
             case worker_wire.PullsResumed():
-                self.worker_requests.resume_pulls(session, message)
+                self.worker_requests.check_tickets(message.tickets, message.arrived)
+                self.pulls.resume_interrupted(session.local_rank, message)
             case worker_wire.Abandon():
                 self.worker_requests.abandon(session, message.ref)
             case _:
@@ -419,7 +429,7 @@ class Node:
 
     def _attach(self, session: Session, message: worker_wire.Attach) -> None:
         registered = self.local_ranks.attach(session, message)
-        self.fence_pages.create(session)
+        self.context.emit(CreateFencePage(session.session_id))
         self.fence_pages.assign(session)
         self.rank_reports.report_all(session)
         self.context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
@@ -438,7 +448,7 @@ class Node:
             return
         match change:
             case RankChange.REGISTERED:
-                self.fence_pages.create(self.sessions[rank.session])
+                self.context.emit(CreateFencePage(rank.session))  # `Registered` carries it
             case RankChange.READY:
                 self._engine_changed(key.engine_id)
                 self.pulls.advance_all(rank)

@@ -9,8 +9,7 @@ import msgspec
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToWorker
-from kvxferd.core.limits.block_id_memory import ENTRY_BYTES
-from kvxferd.core.limits.ledger import Charge
+from kvxferd.core.limits.ledger import ENTRY_BYTES, Charge
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
@@ -31,25 +30,10 @@ from kvxferd.plan import check_blocks_by
 from kvxferd.wire.codec import negotiate_version
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.endpoint import parse_endpoint
-from kvxferd.wire.limits import (
-    FENCE_SLOTS,
-    FENCE_WORD_BYTES,
-    MAX_DELIVERED_BY_MOVER,
-    MAX_NAME_CHARS,
-)
+from kvxferd.wire.limits import FENCE_SLOTS, FENCE_WORD_BYTES, MAX_DELIVERED_BY_MOVER, MAX_NAME_CHARS
 from kvxferd.wire.peer import AbandonTransfer
 from kvxferd.wire.traceparent import read_traceparent
-from kvxferd.wire.worker import (
-    WORKER_VERSIONS,
-    DeliveredByMover,
-    Hello,
-    Prepare,
-    Publish,
-    PullRequest,
-    PullsResumed,
-    Ready,
-    Welcome,
-)
+from kvxferd.wire.worker import WORKER_VERSIONS, Hello, Prepare, Publish, PullRequest, Ready, Welcome
 
 MAX_ABANDONING = 1024  # of a session, whose source has not replied
 MAX_PREPARED = 1024  # of a session; each grant is renewed for minutes
@@ -244,21 +228,11 @@ class WorkerRequests:
         for hold in self.prepared():
             yield BLOCK_ID_BYTES, hold.rank.uid, ENTRY_BYTES + hold.charged_bytes
 
-    def mark_delivered(self, session: Session, message: DeliveredByMover) -> None:
-        """Record deliveries that the mover reported to the worker."""
-        self._check_tickets(message.tickets)
-        self._pulls.mark_delivered_by_mover(session.local_rank, message.tickets)
-
-    def resume_pulls(self, session: Session, message: PullsResumed) -> None:
-        """Go on with the pulls of a mover that has died."""
-        self._check_tickets(message.tickets)
-        self._check_tickets(message.arrived)
-        self._pulls.resume_interrupted(session.local_rank, message)
-
-    def _check_tickets(self, tickets: tuple[Ticket, ...]) -> None:
+    def check_tickets(self, *listed: tuple[Ticket, ...]) -> None:
+        """Raise ProtocolError for more tickets than there can be pulls."""
         most = max(MAX_DELIVERED_BY_MOVER, self._context.settings.limits.max_pulls_per_rank)
-        if len(tickets) > most:
-            raise ProtocolError(f"cannot take {len(tickets)} tickets: {most} pulls may run")
+        if any(len(tickets) > most for tickets in listed):
+            raise ProtocolError(f"cannot take so many tickets: {most} pulls may run")
 
     def abandon(self, session: Session, ref: TransferRef) -> None:
         """End what the session does with a transfer, and report to its source that nobody here reads it."""

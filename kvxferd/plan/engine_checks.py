@@ -99,7 +99,7 @@ def set_xfer_handshake_metadata_pp_aware(
 ) -> None:
     """Merge the workers' ``{(pp_rank, tp_rank): metadata}`` and pass them to a consumer.
 
-    A consumer is a connector, or what the daemon makes of a reader (`kvxferd.core.peers.handshake_metadata`).
+    A consumer is a connector, or what the daemon makes of a reader (`kvxferd.core.peers.manifest_checks`).
     None, from a worker without metadata, is skipped. A consumer that has a method of this function's
     name is PP-aware and gets the merged mapping unchanged. Another gets ``{tp_rank: metadata}`` by
     `set_xfer_handshake_metadata` if every pp_rank is 0; else NotPPAwareError, a ValueError, is raised.

@@ -13,7 +13,6 @@ from kvxferd.records import (
     PullRecord,
     Record,
     ReleaseRecord,
-    TopologyRecord,
     TransportsRecord,
 )
 from kvxferd.telemetry.recent_entries import RecentEntries
@@ -36,7 +35,6 @@ KINDS: dict[str, type[Record]] = {
     "pull": PullRecord,
     "handshake": HandshakeRecord,
     "release": ReleaseRecord,
-    "topology": TopologyRecord,
     "placement": PlacementRecord,
     "lanes": TransportsRecord,
 }
@@ -169,7 +167,7 @@ def duration_of(record: Record) -> float | None:
 
 def _engines_of(record: Record) -> tuple[str, ...]:
     match record:
-        case PullRecord() | TopologyRecord():
+        case PullRecord():
             return (record.source, record.sink)
         case ReleaseRecord():
             return (record.engine_id, *(reader.engine_id for reader in record.readers))
@@ -192,7 +190,7 @@ def stamped(record: Record, ended_at: float) -> Record:
 
 
 def kind_of(record: Record) -> str:
-    """Return "pull", "handshake", "release", "topology", "placement" or "lanes"."""
+    """Return "pull", "handshake", "release", "placement" or "lanes"."""
     return _KIND_NAMES[type(record)]
 
 

@@ -19,7 +19,6 @@ from kvxferd.records import (
     PullRecord,
     Record,
     ReleaseRecord,
-    TopologyRecord,
     TransportsRecord,
 )
 from kvxferd.telemetry.history import record_to_json
@@ -180,7 +179,7 @@ def _is_problem(record: Record) -> bool:
             return not record.proved
         case TransportsRecord():
             return record.slow
-        case ReleaseRecord() | TopologyRecord():
+        case ReleaseRecord():
             return False
 
 

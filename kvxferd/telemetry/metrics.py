@@ -36,7 +36,6 @@ from kvxferd.records import (
     Record,
     ReleaseRecord,
     ServedRecord,
-    TopologyRecord,
     TransportsRecord,
 )
 from kvxferd.telemetry.bounded_labels import BoundedLabels
@@ -361,8 +360,8 @@ class Metrics:
             case ReleaseRecord():
                 self._of("kvxferd_releases", record.why.value).inc()
                 self._of("kvxferd_transfer_held_seconds").observe(record.held_s)
-            case TopologyRecord() | PlacementRecord() | TransportsRecord():
-                pass  # logged, and the last two are in the snapshot
+            case PlacementRecord() | TransportsRecord():
+                pass  # logged, and in the snapshot
             case _:
                 assert_never(record)
 

@@ -1,1 +1,1 @@
-"""What one user or peer may take of what all share. Read `fair_share` first."""
+"""What one user or peer may take of what all share. Read `table` first."""

@@ -1,6 +1,6 @@
 """What users or peers share of one node: a row for each limit.
 
-docs/reference/limits.md shows the rows. Each is shared as `fair_share` says; a `Ledger` counts who holds
+docs/reference/limits.md shows the rows. Each is shared as `ledger` says, which counts who holds
 how much.
 """
 
@@ -34,6 +34,14 @@ class Limit(NamedTuple):
     refuses: bool = True  # with `busy`; False: what is past it is dropped, or something else goes
 
 
+SESSIONS = Limit(
+    "max_sessions",
+    SETTING,
+    "connections of this node's workers",
+    "It is closed with `busy`",
+    "A rank has one, and a scheduler one more; each is four descriptors",
+    retry_after_s=RETRY_LATER_S,
+)
 PEERS = Limit(
     "max_peers",
     SETTING,
@@ -141,6 +149,14 @@ ACKNOWLEDGED = Limit(
     is_of_peers=True,
     refuses=False,
 )
+GRANTS = Limit(
+    "grants",
+    1 << 17,
+    "grants of other nodes' ranks on transfers; on one transfer 4,096",
+    "`busy`; that engine's pull fails with it",
+    "64 ranks with 1,024 pulls each have 65,536. With names of 256 characters a grant takes 1.5 KiB: 192 MiB",
+    is_of_peers=True,
+)
 WAITING_BYTES = Limit(
     "waiting_bytes",
     256 << 20,
@@ -156,12 +172,10 @@ WAITING_BYTES = Limit(
 OWNED_RANKS = Limit(
     "owned_ranks",
     8192,
-    "ranks that are kept for their owners, users and daemons "
-    "([0003](../adr/0003-engine-ownership.md)); of a user 512",
-    "A user loses its oldest absent one; else a rank is served, and not kept",
+    "ranks that are kept for their owners, users and daemons ([0003](../adr/0003-engine-ownership.md))",
+    "Its owner loses its oldest absent one; a rank of who has none is served, and not kept",
     "0.5 KB each. Twice the largest engine leaves room for the ranks that left in the last minutes. A"
-    " user may register four ranks a second: one that does nothing else has the sixteenth that is "
-    "reserved for each owner",
+    " user may register four ranks a second, which are 2,400 in the time for which one is kept",
     is_of_peers=True,
     refuses=False,
 )
@@ -180,16 +194,16 @@ MEMBER_BYTES = Limit(
 TABLE = {
     limit.name: limit
     for limit in (
-        PEERS, RANKS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, REMOTE_ENGINE_BYTES, PLAN_BYTES,
-        OPEN_REQUESTS, EARLY_READY, ENDED_TRANSFERS, ACKNOWLEDGED,
-        WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
+        SESSIONS, PEERS, RANKS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, REMOTE_ENGINE_BYTES,
+        PLAN_BYTES, OPEN_REQUESTS, EARLY_READY, ENDED_TRANSFERS, ACKNOWLEDGED, GRANTS, WAITING_BYTES,
+        OWNED_RANKS, MEMBER_BYTES,
     )
 }  # fmt: skip
 
 # What refuses with `busy`: rows, then limits that are none. A refusal by any other is "other".
 BUSY_LIMITS = (
     *(limit.name for limit in TABLE.values() if limit.refuses),
-    *("max_sessions", "max_transfers_per_engine", "max_pulls_per_rank", "mover_starts"),
-    *("grants_per_transfer", "open_files", "worker_descriptors", "unfinished_registrations", "http"),
+    *("max_transfers_per_engine", "max_pulls_per_rank", "mover_starts"),
+    *("open_files", "worker_descriptors", "unfinished_registrations", "http"),
     OTHER_LIMIT,
 )

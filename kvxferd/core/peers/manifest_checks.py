@@ -1,8 +1,10 @@
-"""The checks of a rank's spec, layout and binding before the node uses them."""
+"""The checks of a rank's spec, layout and binding before the node uses them, and what readers get of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TypeVar
 
 import msgspec
 
@@ -12,6 +14,7 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, Rank
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.validate import validate_spec
+from kvxferd.plan import set_xfer_handshake_metadata_pp_aware
 from kvxferd.wire.common import RankManifest, RegionAddress
 from kvxferd.wire.endpoint import parse_endpoint
 from kvxferd.wire.limits import (
@@ -28,6 +31,8 @@ MEM_TYPES = ("DRAM", "VRAM")
 # Pieces of a whole engine's regions, each registered by itself: 32 ranks of 8,192 different ones. Equal
 # pieces that follow each other are one entry. Checking them takes 50 ms.
 MAX_ENGINE_PIECES = 1 << 18
+
+Metadata = TypeVar("Metadata")
 
 
 def check_names(what: str, *names: str) -> None:
@@ -131,3 +136,25 @@ def _is_valid_region(region: RegionAddress) -> bool:
         and sum(count for count, _ in pieces) <= MAX_DESCRIPTORS_PER_RANK
         and (not pieces or sum(count * size for count, size in pieces) == region.size_bytes)
     )
+
+
+def aggregate_metadata(
+    metadata: Iterable[Mapping[Rank, Metadata] | None], reader: str, pp_aware: bool
+) -> dict[Rank, Metadata]:
+    """Return the merged metadata that the reader gets, stage by stage.
+
+    Raises NotPPAwareError, which names the reader, where it is not PP-aware and there are later stages.
+    """
+    by_rank: dict[Rank, Metadata] = {}
+
+    def keep(found: Mapping[tuple[int, int], Metadata]) -> None:
+        by_rank.update({Rank(*rank): found[rank] for rank in sorted(found)})
+
+    def keep_first_stage(found: Mapping[int, Metadata]) -> None:
+        keep({(0, tp_rank): one for tp_rank, one in found.items()})
+
+    consumer = SimpleNamespace(consumer_name=reader, set_xfer_handshake_metadata=keep_first_stage)
+    if pp_aware:
+        consumer.set_xfer_handshake_metadata_pp_aware = keep
+    set_xfer_handshake_metadata_pp_aware(consumer, metadata)
+    return by_rank

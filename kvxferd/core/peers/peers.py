@@ -337,11 +337,6 @@ class Peers:
         """Iterate over the known peers, the longest unused first."""
         return iter(self._peers.values())
 
-    @property
-    def num_peers(self) -> int:
-        """Return how many peers are known."""
-        return len(self._peers)
-
     def endpoints(self) -> set[Endpoint]:
         """Return the endpoints of all known peers."""
         return set(self._peers)

@@ -110,7 +110,7 @@ class LocalRanks:
         )
         self._registry.check_absent_owner(spec)
         self._registry.check_claim(rank)
-        self._checks.check_rate(session, "register")
+        self._checks.count_mover_start(session, "register")
         self._registry.claim(rank)
         session.rank = rank
         self._on_change(RankChange.REGISTERED, rank)
@@ -184,7 +184,8 @@ class LocalRanks:
         """Bind the mover to the session's rank, or kill it if the rank does not need one any more."""
         self._movers.add(mover)
         rank = session.rank if session is not None else None
-        if session is None or rank is None or not self._needs(rank, mover):
+        is_awaited = rank is not None and rank.state is RankState.MAPPING and rank.resident is mover.resident
+        if session is None or rank is None or not is_awaited:  # one from before a suspend may come late
             self._movers.kill(mover.mover_id)
             return
         rank.mover, rank.agent, rank.library = mover.mover_id, mover.agent, library
@@ -196,11 +197,6 @@ class LocalRanks:
         session.num_offers += 1
         self._move(rank, RankTrigger.OFFER)
         self._offer(session, rank)
-
-    @staticmethod
-    def _needs(rank: LocalRank, mover: Mover) -> bool:
-        """Whether the rank waits for this mover. One from before a suspend may come late."""
-        return rank.state is RankState.MAPPING and rank.resident is mover.resident
 
     def _offer(self, session: Session, rank: LocalRank) -> None:
         """Have the worker watch the mover. Until it does, the mover gets no memory and no pull.
@@ -374,7 +370,7 @@ class LocalRanks:
 
     def _rebind(self, session: Session, rank: LocalRank) -> None:
         """Find another mover, within the user's rate of started movers."""
-        wait_s = self._checks.start_mover_wait_s(rank.uid)
+        wait_s = self._checks.mover_starts.acquire(rank.uid, self._context.now)
         if wait_s > 0:
             self._set_timer(rank, max(wait_s, REBIND_AFTER_S), lambda: self._rebind(session, rank))
         elif rank.resident:  # only the worker can start one
@@ -424,7 +420,7 @@ class LocalRanks:
             raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
         check_exports(rank.layout, message.regions)
         check_is_new(rank, message.incarnation)
-        self._checks.check_rate(session, "resume")
+        self._checks.count_mover_start(session, "resume")
         rank.exports, rank.incarnation, rank.request = message.regions, message.incarnation, message.request
         rank.resident = message.placement == "resident"
         self._move(rank, RankTrigger.RESUME)

@@ -120,8 +120,9 @@ class Member:
             self._poll_requests.acquire(rank.agent, ("home", rank.spec.home))
         elif rank.agent is not None and not rank.asked_to_poll:
             self._poll_requests.release(rank.agent, ("home", rank.spec.home))
-        if reply.is_new:
-            self._report_again(rank)
+        if reply.is_new:  # it ignores what has ended there
+            for transfer_id in rank.reported:
+                self._context.put_off(rank.uid, partial(self._send_report, rank, transfer_id))
 
     def _homes(self) -> set[Endpoint]:
         """Return the homes of this node's engines: they send on the connections that this node opened."""
@@ -158,11 +159,6 @@ class Member:
         if len(rank.reported) > MAX_REPORTED:
             rank.reported.popitem(last=False)
         self._send_report(rank, transfer_id)
-
-    def _report_again(self, rank: LocalRank) -> None:
-        """Report all that a home that is new does not know. It ignores what has ended there."""
-        for transfer_id in rank.reported:
-            self._context.put_off(rank.uid, partial(self._send_report, rank, transfer_id))
 
     def _send_report(self, rank: LocalRank, transfer_id: TransferId) -> None:
         """Send what the rank has reported of a transfer, unless that is released or the rank has left."""
@@ -227,15 +223,15 @@ class Member:
                 SendToPeer(home, PeerRefused(request=message.request, code=Code.NOT_HOME, message=text))
             )
             return
-        if engine is not None and self._is_first_report(engine.key, message.transfer_id):
+        if engine is not None and self._note_release(engine.key, message.transfer_id):
             released = Released(transfer_id=message.transfer_id, why=message.why)
             for rank in sorted(engine.local_ranks(), key=lambda rank: rank.session):
                 rank.reported.pop(message.transfer_id, None)
                 self._context.emit(SendToWorker(rank.session, released))
         self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
 
-    def _is_first_report(self, engine: EngineKey, transfer_id: TransferId) -> bool:
-        """Return whether the ranks are to be told; a transfer id is used once in a generation."""
+    def _note_release(self, engine: EngineKey, transfer_id: TransferId) -> bool:
+        """Note a release; return whether it is new. A transfer id is used once in a generation."""
         if (engine, transfer_id) in self._released:
             return False
         self._released[engine, transfer_id] = None

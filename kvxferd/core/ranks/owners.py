@@ -25,7 +25,6 @@ from kvxferd.core.tables import discard
 from kvxferd.ids import BootId, EngineId, EngineKey, Generation, Rank
 from kvxferd.records import OwnershipSnapshot
 
-MAX_ROWS_OF_USER = 512
 MAX_SHOWN = 4096  # engine ids in a snapshot; they take 10 ms
 # 4 MB of the longest names. An entry that is pushed out costs that engine the order of its generations alone.
 MAX_ENGINES, MAX_GENERATIONS = 1024, 8
@@ -221,7 +220,7 @@ class Owners:
     def _add(self, key: EngineKey, rank: Rank, owner: str) -> OwnedRank | None:
         """Add a row. At a limit its owner's oldest absent one makes room; None: there is none."""
         account = _account(owner)
-        if not self._has_room(account):
+        if not self._share.has_room(account):
             oldest = next(iter(self._absent.get(account, ())), None)
             if oldest is None:
                 return None
@@ -235,10 +234,6 @@ class Owners:
         for rows in self._rows.values():
             for row in rows.values():
                 yield OWNED_RANKS, _account(row.owner), 1
-
-    def _has_room(self, account: str) -> bool:
-        is_full = is_user(account) and self._share.held_by(account) >= MAX_ROWS_OF_USER
-        return not is_full and self._share.has_room(account)
 
     def _keep(self, key: EngineKey, rank: Rank, row: OwnedRank) -> None:
         """Keep an absent row for `ownership_s`, and for a shorter time where its daemon may be another next.

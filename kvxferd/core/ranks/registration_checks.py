@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.limits.rate_limit import RateLimiter
+from kvxferd.core.limits.ledger import RateLimiter
 from kvxferd.core.limits.table import RANKS
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.registry import Registry
@@ -22,12 +22,12 @@ REGISTER_BURST, REGISTER_PER_S = 256, 4.0
 
 
 class RegistrationChecks:
-    """Raises the refusal of a request. Changes nothing but the rate of started movers."""
+    """Raises the refusal of a request. Changes nothing but the number of started movers."""
 
     def __init__(self, context: NodeContext, registry: Registry) -> None:
         self._context = context
         self._registry = registry
-        self._started_movers = RateLimiter(REGISTER_BURST, REGISTER_PER_S)
+        self.mover_starts = RateLimiter(REGISTER_BURST, REGISTER_PER_S)
 
     def check_room(self, session: Session) -> None:
         """Raise EngineError where the daemon drains, BusyError where the user has as many ranks as it may."""
@@ -37,9 +37,9 @@ class RegistrationChecks:
             )
         self._context.ledger[RANKS].check(session.uid, 1, "register")
 
-    def check_rate(self, session: Session, what: str) -> None:
-        """Raise BusyError where the user starts movers too often. Call it last: it counts one."""
-        wait_s = self.start_mover_wait_s(session.uid)
+    def count_mover_start(self, session: Session, what: str) -> None:
+        """Count one mover more of the user, last. Raise BusyError where it has had too many started."""
+        wait_s = self.mover_starts.acquire(session.uid, self._context.now)
         if wait_s > 0:
             raise BusyError(
                 f"cannot {what}: uid {session.uid} has had {REGISTER_BURST} movers started at once, and then "
@@ -60,10 +60,17 @@ class RegistrationChecks:
             )
 
     def check_start(self, session: Session, key: EngineKey) -> None:
-        """Raise EngineError where it would replace a generation whose ranks are all on other nodes."""
-        is_own = session.uid == self._context.settings.own_uid
-        if not is_own and not self._registry.may_start(session.uid, key):
-            newest = self._registry.newest(key.engine_id)
+        """Raise EngineError where it would replace a generation whose ranks are all on other nodes.
+
+        That one has no user here: any local user could end it by another generation. After a restart of this
+        daemon it exists only as the ranks that are kept for its members. Called after `check_owner`.
+        """
+        registry, engine_id = self._registry, key.engine_id
+        is_own = session.uid in (0, self._context.settings.own_uid)
+        if is_own or registry.get(key) or registry.users_of(engine_id):
+            return
+        newest = registry.newest(engine_id)
+        if newest is not None or registry.owners.awaits_daemon(engine_id):
             raise EngineError(
                 f"cannot register engine {key} as uid {session.uid}: {newest} is here with ranks of other "
                 "nodes alone, and this would replace it; stop it there first, choose another engine id, or "
@@ -80,10 +87,6 @@ class RegistrationChecks:
                 f"{users}, and a mover serves the fence pages of its own user alone; attach as that user",
                 Code.NOT_ALLOWED,
             )
-
-    def start_mover_wait_s(self, uid: int) -> float:
-        """Count one more mover for that user and return 0, or return for how long none may be started."""
-        return self._started_movers.acquire(uid, self._context.now)
 
 
 def check_problem(problem: Refusal | None) -> None:

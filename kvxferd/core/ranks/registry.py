@@ -8,27 +8,14 @@ from dataclasses import dataclass, field
 from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import RANKS
-from kvxferd.core.peers.handshake_metadata import aggregate_metadata
+from kvxferd.core.peers.manifest_checks import aggregate_metadata
 from kvxferd.core.ranks.owners import Owners, is_user
 from kvxferd.core.ranks.rank import LocalRank, MemberRank, RankRecord
 from kvxferd.core.tables import discard
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import (
-    EngineId,
-    EngineKey,
-    GroupName,
-    Incarnation,
-    Rank,
-)
+from kvxferd.ids import EngineId, EngineKey, GroupName, Incarnation, Rank
 from kvxferd.layout import EngineSpec
-from kvxferd.plan import (
-    BlockRules,
-    ListRules,
-    check_engine,
-    check_same_engine,
-    engine_rules,
-    list_rules,
-)
+from kvxferd.plan import BlockRules, ListRules, check_engine, check_same_engine, engine_rules, list_rules
 from kvxferd.wire.common import RankIncarnations, RankManifest
 
 
@@ -149,17 +136,6 @@ class Registry:
         """Whether the user may act for the engine: root, an owner, or any user while it has no owner."""
         users = self.users_of(engine_id)
         return not users or uid in (0, *users)
-
-    def may_start(self, uid: int, key: EngineKey) -> bool:
-        """Whether the user may register that generation of the engine.
-
-        An engine with ranks of other nodes only has no user here. Any local user could otherwise end it by
-        another generation. Only root, and the user that `Owners` names, may start one. After a restart of
-        this daemon such an engine exists only as the ranks that are kept for its members.
-        """
-        if uid == 0 or self.get(key) or self.users_of(key.engine_id):
-            return self.is_owner(uid, key.engine_id)
-        return key.engine_id not in self._engines and not self.owners.awaits_daemon(key.engine_id)
 
     def check_absent_owner(self, spec: EngineSpec) -> None:
         """Raise EngineError where the rank of a local worker is kept for another node's daemon."""

@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.limits.block_id_memory import request_bytes
+from kvxferd.core.limits.ledger import request_bytes
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.peers import Peers, as_error
 from kvxferd.core.peers.remote_engine import RemoteEngine

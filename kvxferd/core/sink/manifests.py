@@ -10,9 +10,8 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
 from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import REMOTE_ENGINE_BYTES
-from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.peers.layout_cache import LayoutCache
-from kvxferd.core.peers.manifest_checks import check_manifests
+from kvxferd.core.peers.manifest_checks import aggregate_metadata, check_manifests
 from kvxferd.core.peers.peers import Peer, Peers, as_error
 from kvxferd.core.peers.remote_engine import RemoteEngine, manifest_bytes
 from kvxferd.core.peers.requests import PeerRequests
@@ -197,8 +196,8 @@ class HandshakeClient:
                 peer.forget_engine(next(iter(peer.engines)))
         self._context.emit(EmitRecord(self._record(fetch, outcome)))
         for grant in fetch.waiting.values():
-            go_on = partial(self.on_learnt, grant, _acquired(outcome))
-            self._context.put_off(grant.rank.uid, go_on)
+            learnt = outcome.acquire() if isinstance(outcome, RemoteEngine) else outcome
+            self._context.put_off(grant.rank.uid, partial(self.on_learnt, grant, learnt))
         if isinstance(outcome, RemoteEngine):
             outcome.release()  # its use since it was charged
 
@@ -231,7 +230,3 @@ class HandshakeClient:
         """Forget the engine: its manifest is out of date."""
         if peer := self._peers.get(endpoint):
             peer.forget_engine(key)
-
-
-def _acquired(outcome: RemoteEngine | Refusal) -> RemoteEngine | Refusal:
-    return outcome.acquire() if isinstance(outcome, RemoteEngine) else outcome

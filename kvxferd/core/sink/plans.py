@@ -12,22 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import EmitRecord, MakePlan
+from kvxferd.core.effects import MakePlan
 from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import PLAN_BYTES
 from kvxferd.core.peers.remote_engine import RemoteEngine
-from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.held_grant import HeldGrant
 from kvxferd.errors import KvxferdError, PlanError
 from kvxferd.ids import EngineId
-from kvxferd.plan import PlanJob, PlanKey, PlannedReads, RegisteredEngine
-from kvxferd.records import TopologyRecord
+from kvxferd.plan import PlanJob, PlanKey, PlannedReads
 from kvxferd.wire.common import Refusal
+from kvxferd.wire.limits import MAX_SENTENCE_CHARS
 
-# A request that is refused again costs no planning, which takes up to two seconds. A refusal has 1 KiB of
-# text, and may have a megabyte.
+# A request that is refused again costs no planning, which takes up to two seconds. A refusal has 2 KB of text
+# at most.
 MAX_REFUSALS = 1024
-MAX_REFUSAL_CHARS = 1 << 20
 
 
 @dataclass(slots=True)
@@ -59,10 +57,8 @@ class Plans:
         Raises what `register_remote_engine` raises; PlanError where the layouts cannot be read from one
         another, BusyError where grants read by so many plans that there is no room for another one.
         """
-        rank, now, home = grant.rank, self._context.now, grant.ref.endpoint
-        topology = rank.topology
+        topology, now, home = grant.rank.topology, self._context.now, grant.ref.endpoint
         topology.expire(now - self._context.settings.max_hold_s)
-        before = topology.get(remote.spec.engine_id, home)
         reads = topology.register_remote_engine(remote, partial(self._find, grant), home=home, now=now)
         if reads is None:
             return None
@@ -70,9 +66,6 @@ class Plans:
         if not kept.num_grants:
             self._remove_unused(kept)
         kept.num_grants += 1
-        after = topology.find(remote.spec.engine_id, home)
-        if after is not before:
-            self._report(rank, after)
         return reads
 
     def release(self, reads: PlannedReads) -> None:
@@ -86,7 +79,7 @@ class Plans:
         """Keep a plan, for the first user who waits and has room for it; return the grants that waited."""
         waiting = self._waiting.pop(job.key, [])
         if isinstance(made, PlanError):
-            self._refuse(job, Refusal.of(made))
+            self._refuse(job, Refusal(made.code, made.message[:MAX_SENTENCE_CHARS]))
         elif isinstance(made, PlannedReads):
             users = dict.fromkeys(grant.rank.uid for grant in waiting)
             uid = next((uid for uid in users if self._make_room(uid, made.num_bytes)), None)
@@ -116,9 +109,8 @@ class Plans:
 
     def _refuse(self, job: PlanJob, refused: Refusal | int) -> None:
         self._refusals[job.key, job.remote_spec.engine_id] = refused
-        num_chars = sum(map(_num_chars, self._refusals.values()))
-        while len(self._refusals) > MAX_REFUSALS or num_chars > MAX_REFUSAL_CHARS:
-            num_chars -= _num_chars(self._refusals.popitem(last=False)[1])
+        if len(self._refusals) > MAX_REFUSALS:
+            self._refusals.popitem(last=False)
 
     def _make_room(self, uid: int, num_bytes: int) -> bool:
         """Evict unused plans, of this user and those with more, until it has room; return whether it has."""
@@ -138,20 +130,6 @@ class Plans:
         if not self._unused[kept.uid]:
             del self._unused[kept.uid]
 
-    def _report(self, rank: LocalRank, engine: RegisteredEngine) -> None:
-        """Emit a record of each stage that has layers."""
-        for stage, info in engine.stages.items():
-            if info.start_layer == info.end_layer:
-                continue
-            record = TopologyRecord(
-                sink=rank.spec.engine_id,
-                rank=rank.spec.rank,
-                source=engine.engine_id,
-                stage=stage,
-                text=rank.topology.describe(engine.engine_id, stage, home=engine.home),
-            )
-            self._context.emit(EmitRecord(record))
-
     def charges(self) -> Iterator[Charge]:
         """Yield what the plans are counted for."""
         return ((PLAN_BYTES, kept.uid, kept.reads.num_bytes) for kept in self._kept.values())
@@ -161,7 +139,3 @@ class Plans:
         reading = Counter(hold.reads.key for hold in holds if hold.reads is not None)
         counted = {key: kept.num_grants for key, kept in self._kept.items() if kept.num_grants}
         assert reading == counted, f"{sum(counted.values())} grants counted that read, {reading.total()} do"
-
-
-def _num_chars(refused: Refusal | int) -> int:
-    return len(refused.message) if isinstance(refused, Refusal) else 0

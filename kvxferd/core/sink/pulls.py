@@ -58,21 +58,30 @@ docs/architecture.md draws the messages.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToMover, SendToWorker
-from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
-from kvxferd.core.limits.ledger import Charge, check_count
+from kvxferd.core.limits.ledger import Charge, check_count, check_num_ids, request_bytes
 from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES
 from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.rank import LocalRank
-from kvxferd.core.sink.deadline_reasons import describe_read, describe_wait
 from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.held_grant import UNSETTLED, GrantState, HeldGrant
-from kvxferd.core.sink.needs import Need, need_of, record_whole, tokens_to_wait_for
-from kvxferd.core.sink.pull import Piece, Pull, PullPhase, PullTrigger
-from kvxferd.core.sink.pull_records import emit_record, phases_of
-from kvxferd.core.sink.pull_totals import NOTHING_READ, add_piece, pieces_read
+from kvxferd.core.sink.pull import (
+    NOTHING_READ,
+    Need,
+    Piece,
+    Pull,
+    PullPhase,
+    PullTrigger,
+    add_piece,
+    need_of,
+    pieces_read,
+    record_whole,
+    tokens_to_wait_for,
+)
+from kvxferd.core.sink.pull_records import describe_read, describe_wait, emit_record, phases_of
 from kvxferd.core.sink.stalled_sources import SourceBreaker
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
@@ -90,13 +99,7 @@ from kvxferd.wire.mover import (
     SourceRank,
     StartPull,
 )
-from kvxferd.wire.worker import (
-    PullsInterrupted,
-    PullsResumed,
-    TicketDelivered,
-    TicketFailed,
-    TicketQuiesced,
-)
+from kvxferd.wire.worker import PullsInterrupted, PullsResumed, TicketDelivered, TicketFailed, TicketQuiesced
 
 # A retry with less time than this would end at its deadline, in doubt instead of safely failed.
 MIN_RETRY_S = 0.25
@@ -605,11 +608,8 @@ class Pulls:
             pull.failed_phase = pull.progress.phase
         pull.late = _refusal(pull, Code.DEADLINE, f"{waited} while it was read: {where}").message
         self._context.emit(SendToMover(pull.mover, AbortPull(pull=pull.pull_id)))
-        self._context.after(("deadline", pull.pull_id), LAST_WORD_S, lambda: self._doubt(pull))
-
-    def _doubt(self, pull: Pull) -> None:
-        """Fail a pull whose mover has not said in time that it is over."""
-        self._fail(pull, PullTrigger.EXPIRE, Refusal(Code.DEADLINE, pull.late))
+        doubt = partial(self._fail, pull, PullTrigger.EXPIRE, Refusal(Code.DEADLINE, pull.late))
+        self._context.after(("deadline", pull.pull_id), LAST_WORD_S, doubt)
 
     def refuse_waiting(self, rank: LocalRank, code: Code, message: str) -> None:
         """Refuse the rank's pulls that no mover has."""

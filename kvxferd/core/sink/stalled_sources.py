@@ -33,11 +33,6 @@ class SourceBreaker:
     def __len__(self) -> int:
         return len(self._stalled_at)
 
-    def _left_s(self, at: deque[float]) -> float:
-        if len(at) < MAX_STALLS or at[-1] - at[0] > WINDOW_S:
-            return 0.0
-        return at[-1] + REFUSED_S - self._context.now
-
     def record_stall(self, uid: int, ref: TransferRef) -> None:
         """Count a mover of that user that was retired because a read from the reference's engine hung."""
         source = (uid, ref.endpoint, ref.engine)
@@ -45,9 +40,6 @@ class SourceBreaker:
         if not at or self._context.now - at[-1] >= self._context.settings.quiesce_s:
             at.append(self._context.now)
         self._stalled_at[source] = at
-        self._forget_old()
-
-    def _forget_old(self) -> None:
         oldest = self._context.now - WINDOW_S
         while self._stalled_at:
             source, at = next(iter(self._stalled_at.items()))
@@ -58,7 +50,9 @@ class SourceBreaker:
     def check(self, uid: int, ref: TransferRef, what: str) -> None:
         """Raise EngineError(source-stalled) while the user may not read the reference's engine."""
         at = self._stalled_at.get((uid, ref.endpoint, ref.engine))
-        left_s = self._left_s(at) if at is not None else 0.0
+        if at is None or len(at) < MAX_STALLS or at[-1] - at[0] > WINDOW_S:
+            return
+        left_s = at[-1] + REFUSED_S - self._context.now
         if left_s <= 0:
             return
         raise EngineError(

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.limits.fair_share import Owner
-from kvxferd.core.limits.ledger import Charge
+from kvxferd.core.limits.ledger import Charge, Owner
 from kvxferd.core.limits.table import EARLY_READY
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.source.transfer_table import ALL_TOKENS, TransferKey

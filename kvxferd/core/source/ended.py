@@ -43,8 +43,8 @@ class EndedTransfers:
         """Return how a transfer ended; None: it has not, or that is forgotten."""
         return self._tombstones.get(key)
 
-    def check_room(self, uid: int, what: str) -> None:
-        """Raise BusyError where one more transfer of that user could not be remembered."""
+    def make_room(self, uid: int, what: str) -> None:
+        """Have room to remember one more transfer of that user. Raise BusyError where there is none."""
         repeated_s = 2 * self._context.settings.acknowledge_for_s
         while not self._share.has_room(uid) and self._oldest_since() <= self._context.now - repeated_s:
             self._forget_oldest()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import CreateFencePage, SendToMover, ShareFencePage
+from kvxferd.core.effects import SendToMover, ShareFencePage
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.ids import AgentName, EngineId, MoverId, SessionId
@@ -22,21 +22,15 @@ class MappedFencePage:
     metadata: bytes
 
 
+@dataclass(eq=False, repr=False)
 class FencePages:
     """Has one mover at a time serve each session's page."""
 
-    def __init__(
-        self, context: NodeContext, registry: Registry, sessions: Mapping[SessionId, Session]
-    ) -> None:
-        self._context = context
-        self._registry = registry
-        self._sessions = sessions
-        # The mover that has mapped each page, or was requested to; where it lies there, once it is mapped.
-        self._pages: dict[SessionId, tuple[MoverId, MappedFencePage | None]] = {}
-
-    def create(self, session: Session) -> None:
-        """Have the page created that `Registered` carries."""
-        self._context.emit(CreateFencePage(session.session_id))
+    _context: NodeContext
+    _registry: Registry
+    _sessions: Mapping[SessionId, Session]
+    # The mover that has mapped each page, or was requested to; where it lies there, once it is mapped.
+    _pages: dict[SessionId, tuple[MoverId, MappedFencePage | None]] = field(default_factory=dict)
 
     def assign(self, session: Session) -> None:
         """Have a mover of a rank of the same user register the session's fence page, unless one serves it.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import CountServed, ReplyToPeer
+from kvxferd.core.limits.ledger import check_count
+from kvxferd.core.limits.table import GRANTS
 from kvxferd.core.peers.routes import PeerRoutes
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.registry import LocalEngine, Registry
@@ -14,7 +16,7 @@ from kvxferd.core.source.fence_pages import FencePages, MappedFencePage
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.core.source.transfer_table import Grant, Transfer, TransferKey
 from kvxferd.core.source.waiting import Obstacle, WaitingRequest, WaitingRequests, kept_bytes
-from kvxferd.errors import Code, count_busy_refusal
+from kvxferd.errors import Code
 from kvxferd.ids import GrantId, GroupName
 from kvxferd.layout import BlocksByGroup, num_id_bytes
 from kvxferd.records import ServedRecord
@@ -31,10 +33,9 @@ from kvxferd.wire.peer import (
     RequestDone,
 )
 
-# Each rank of a consumer engine has one grant on a transfer, and the largest engine has 4,096. One key may be
-# that of a few nodes: 1,024 are 8 of them with `limits.max_ranks`. With names of 256 characters a grant takes
-# 1.5 KiB: 6 MiB a transfer, and 1.5 MiB of one peer, where a hostile one had 60,000 grants and 90 MiB.
-MAX_GRANTS_PER_TRANSFER, MAX_GRANTS_PER_PEER = 4096, 1024
+# Each rank of a consumer engine has one grant on a transfer, and the largest engine has 4,096. The end of the
+# first one is looked for among all of them, whenever one comes.
+MAX_GRANTS_PER_TRANSFER = 4096
 
 # Of the block ids of one reply: a request of two million tokens at 16 a block. More come in other replies.
 MAX_PAGE_BYTES = 512 << 10
@@ -98,7 +99,7 @@ class GrantServer:
     def _obstacle(
         self, request: WaitingRequest[GrantRequest], transfer: Transfer | None, engine: LocalEngine | None
     ) -> Obstacle | None:
-        """Return why the request cannot be granted, as far as its movers do not matter."""
+        """Return why the request cannot be granted, as far as its movers do not matter. Raises BusyError."""
         message, ref = request.message, request.message.ref
         if transfer is None:
             tombstone = self._published.ended.get(_key_of(ref))
@@ -142,13 +143,11 @@ class GrantServer:
         if self._published.table.by_grant.get(grant, transfer) is not transfer:
             why = f"grant {message.grant[:80]} is on another transfer; choose a new name"
             return Obstacle(Code.OUT_OF_PLACE, why)
-        if grant not in transfer.grants and (
-            len(transfer.grants) >= MAX_GRANTS_PER_TRANSFER
-            or transfer.num_grants_of_peer[request.peer_id] >= MAX_GRANTS_PER_PEER
-        ):
-            count_busy_refusal("grants_per_transfer")
-            limits = f"{MAX_GRANTS_PER_TRANSFER} are the limit, and {MAX_GRANTS_PER_PEER} of one peer"
-            return Obstacle(Code.BUSY, f"it has {len(transfer.grants)} grants; {limits}")
+        if grant not in transfer.grants:
+            num_grants = len(transfer.grants)
+            full = f"{request.wanted}: it has {num_grants} grants"
+            check_count(num_grants, MAX_GRANTS_PER_TRANSFER, full, GRANTS.name)
+            self._context.ledger[GRANTS].check(request.peer_id, 1, request.wanted)
         if engine.find_remapped(transfer.incarnations) is not None:  # it was released for that, or is now
             return Obstacle(Code.RANK_LOST, "a rank's memory was mapped anew since it was published")
         if not self._is_readable(message, transfer, engine):

@@ -1,13 +1,13 @@
-"""Why a publish is refused. Nothing here changes anything."""
+"""Why a publish is refused. Nothing here changes a transfer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.limits.block_id_memory import check_num_ids, incarnation_bytes, request_bytes
-from kvxferd.core.limits.ledger import check_count
+from kvxferd.core.limits.ledger import check_count, check_num_ids, incarnation_bytes, request_bytes
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.ranks.session import Session
@@ -29,16 +29,14 @@ class Admitted(NamedTuple):
     charged_bytes: int
 
 
+@dataclass(eq=False, repr=False)
 class PublishChecks:
     """Checks each publish against the transfers, the ranks and the limits of this node."""
 
-    def __init__(
-        self, context: NodeContext, registry: Registry, table: TransferTable, ended: EndedTransfers
-    ) -> None:
-        self._context = context
-        self._registry = registry
-        self._table = table
-        self._ended = ended
+    _context: NodeContext
+    _registry: Registry
+    _table: TransferTable
+    _ended: EndedTransfers
 
     def admit(
         self, session: Session, engine_key: EngineKey, message: Publish, blocks: BlocksByGroup
@@ -49,11 +47,9 @@ class PublishChecks:
         self._check_slot(session.session_id, message)
         what = f"publish transfer {message.transfer_id}"
         limit = self._context.settings.limits.max_transfers_per_engine
-        full = f"{what}: engine {engine_key} has {limit} that are not released"
-        if (num_live := self._table.num_of_engine(engine_key)) >= limit:
-            full += f"; {self._table.describe_oldest(engine_key, self._context.now)}"
-        check_count(num_live, limit, full, "limits.max_transfers_per_engine")
-        self._ended.check_room(session.uid, what)
+        full = f"{what}: engine {engine_key} has {limit} that are held; see `kvxferd transfers`"
+        check_count(self._table.num_of_engine(engine_key), limit, full, "limits.max_transfers_per_engine")
+        self._ended.make_room(session.uid, what)
         incarnations = self._incarnations_of(session, engine, message)
         charged = request_bytes(blocks) + incarnation_bytes(len(engine.spec.ranks()), message.incarnations)
         self._context.ledger[BLOCK_ID_BYTES].check(session.uid, charged, what)

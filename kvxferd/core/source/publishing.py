@@ -11,8 +11,7 @@ from enum import StrEnum
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, ReplyToPeer, SendToWorker
-from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
-from kvxferd.core.limits.fair_share import Owner
+from kvxferd.core.limits.ledger import check_num_ids, request_bytes
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
@@ -88,16 +87,15 @@ class PublishedTransfers:
     # --- publish and ready
 
     def publish(
-        self,
-        session: Session,
-        engine: EngineKey,
-        message: Publish,
-        blocks: BlocksByGroup,
-        fence_word: bytes,
+        self, session: Session, engine: EngineKey, message: Publish, blocks: BlocksByGroup, fence_word: bytes
     ) -> None:
         """Start a transfer's life. Raises KvxferdError: refused."""
         former = self.table.live.get((engine, message.transfer_id))
-        if former is not None and _is_repeated(former, message, session):
+        if (
+            former is not None
+            and (former.nonce, former.uid) == (message.nonce, session.uid)
+            and former.session != session.session_id
+        ):
             # Its client has connected anew, and the old connection's end, which releases it, is not seen yet.
             self.release(former, Code.PUBLISHER_GONE)
         try:
@@ -116,12 +114,7 @@ class PublishedTransfers:
         self._waiting.wake(transfer.key)
 
     def _new_transfer(
-        self,
-        session: Session,
-        message: Publish,
-        blocks: BlocksByGroup,
-        fence_word: bytes,
-        admitted: Admitted,
+        self, session: Session, message: Publish, blocks: BlocksByGroup, fence_word: bytes, admitted: Admitted
     ) -> Transfer:
         now, settings, rank = self._context.now, self._context.settings, session.own_rank
         lease_s = message.lease_s or settings.lease_s
@@ -148,11 +141,7 @@ class PublishedTransfers:
         )
 
     def add_blocks(
-        self,
-        session: SessionId,
-        engine_key: EngineKey,
-        transfer_id: TransferId,
-        blocks: BlocksByGroup,
+        self, session: SessionId, engine_key: EngineKey, transfer_id: TransferId, blocks: BlocksByGroup
     ) -> None:
         """Add blocks to a transfer of this session. One that is over, or not there yet, changes nothing.
 
@@ -197,7 +186,8 @@ class PublishedTransfers:
         if state is TransferState.ENDED or self.announced.is_late(key, report):
             return True
         if state is TransferState.ANNOUNCED:
-            return not is_there or self.announced.add(key, rank, report, _owner_of(record))
+            owner = record.uid if isinstance(record, LocalRank) else record.owner
+            return not is_there or self.announced.add(key, rank, report, owner)
         transfer = self.table.live[key]
         before = transfer.ready_tokens.get(rank, -1)
         if not (is_there and transfer.set_ready(rank, report.incarnation, report.num_tokens)):
@@ -378,12 +368,6 @@ class PublishedTransfers:
             assert not record.is_asleep, f"{key}: rank {rank} sleeps"
 
 
-def _is_repeated(former: Transfer, message: Publish, session: Session) -> bool:
-    """Whether a publish has come before, on another connection of its client."""
-    is_same = former.nonce == message.nonce and former.uid == session.uid
-    return is_same and former.session != session.session_id
-
-
 def _append(engine: LocalEngine, kept: BlocksByGroup, added: BlocksByGroup) -> None:
     """Put the added ids behind those that are kept; of a state the last list counts."""
     for name, packed in added.items():
@@ -392,8 +376,3 @@ def _append(engine: LocalEngine, kept: BlocksByGroup, added: BlocksByGroup) -> N
             kept[name] = packed
         else:
             kept[name] = append_ids(before, packed.ids)
-
-
-def _owner_of(record: RankRecord) -> Owner:
-    """Return whose share an early `ready` of the rank counts for: its user, or a member rank's daemon."""
-    return record.uid if isinstance(record, LocalRank) else record.owner

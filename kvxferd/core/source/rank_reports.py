@@ -8,6 +8,7 @@ reconnects. A report is sent when a session joins, and whenever a rank comes or 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToWorker
@@ -18,15 +19,13 @@ from kvxferd.ids import SessionId
 from kvxferd.wire.worker import EngineRanks
 
 
+@dataclass(eq=False, repr=False)
 class RankReports:
     """Sends each session the changes of its engine's ranks, once."""
 
-    def __init__(
-        self, context: NodeContext, registry: Registry, sessions: Mapping[SessionId, Session]
-    ) -> None:
-        self._context = context
-        self._registry = registry
-        self._sessions = sessions
+    _context: NodeContext
+    _registry: Registry
+    _sessions: Mapping[SessionId, Session]
 
     def report_rank(self, record: RankRecord) -> None:
         """Report a rank that has come, or that was mapped anew. Its own session gets all ranks."""

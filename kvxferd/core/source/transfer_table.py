@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvxferd.core.limits.ledger import Charge, Ledger
-from kvxferd.core.limits.table import ACKNOWLEDGED, BLOCK_ID_BYTES
+from kvxferd.core.limits.table import ACKNOWLEDGED, BLOCK_ID_BYTES, GRANTS
 from kvxferd.core.ranks.registry import LocalEngine
-from kvxferd.core.tables import decrease, discard
+from kvxferd.core.tables import discard
 from kvxferd.ids import (
     AgentName,
     Endpoint,
@@ -100,7 +100,6 @@ class Transfer:
     charged_bytes: int = 0  # that count in its user's share
     traceparent: str = ""  # under which this node records it; "": it does not
     grants: dict[GrantId, Grant] = field(default_factory=dict)
-    num_grants_of_peer: Counter[str] = field(default_factory=Counter)  # by `Grant.peer_id`
     readers: dict[EngineKey, Reader] = field(default_factory=dict)
     reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # in ranks, by peer id
 
@@ -220,6 +219,7 @@ class TransferTable:
     def __init__(self, ledger: Ledger) -> None:
         self.live: dict[TransferKey, Transfer] = {}
         self._reader_share = ledger[ACKNOWLEDGED]
+        self._grant_share = ledger[GRANTS]
         self.by_grant: dict[GrantId, Transfer] = {}
         self._by_session: dict[SessionId, dict[int, Transfer]] = {}  # by fence slot
         self._by_engine: dict[EngineKey, dict[TransferId, Transfer]] = {}
@@ -242,17 +242,6 @@ class TransferTable:
     def num_of_engine(self, engine: EngineKey) -> int:
         """Return how many live transfers the engine has."""
         return len(self._by_engine.get(engine, ()))
-
-    def describe_oldest(self, engine: EngineKey, now: float) -> str:
-        """Return who holds the engine's oldest transfer, for a refusal."""
-        oldest = next(iter(self._by_engine[engine].values()))
-        holder = next(iter(oldest.holders(now)), None)
-        held_by = (
-            f"held by engine {holder.engine_id} at {holder.peer} for {holder.held_s:.0f} s"
-            if holder
-            else (f"held by no reader, and published {now - oldest.published_at:.0f} s ago")
-        )
-        return f"the oldest, {oldest.transfer_id}, is {held_by}"
 
     @property
     def most_of_engine(self) -> int:
@@ -283,12 +272,13 @@ class TransferTable:
         """Yield what the transfers and their readers are counted for."""
         for transfer in self.live.values():
             yield BLOCK_ID_BYTES, transfer.uid, transfer.charged_bytes
+            yield from ((GRANTS, grant.peer_id, 1) for grant in transfer.grants.values())
             for peer_id, amount in transfer.reader_cost_of_peer.items():
                 yield ACKNOWLEDGED, peer_id, amount
 
     def add_grant(self, transfer: Transfer, grant: Grant) -> None:
         """Put a new grant on the transfer's lease."""
-        transfer.num_grants_of_peer[grant.peer_id] += 1
+        self._grant_share.add(grant.peer_id, 1)
         transfer.grants[grant.grant_id] = grant
         self.by_grant[grant.grant_id] = transfer
 
@@ -298,7 +288,7 @@ class TransferTable:
         if transfer is None:
             return None
         grant = transfer.grants.pop(grant_id)
-        decrease(transfer.num_grants_of_peer, grant.peer_id)
+        self._grant_share.release(grant.peer_id)
         return grant
 
     def published_by(self, session: SessionId) -> list[Transfer]:

@@ -14,7 +14,7 @@ from kvxferd.core.limits.table import WAITING_BYTES
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.source.transfer_table import TransferKey
 from kvxferd.core.tables import discard
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import BusyError, Code, KvxferdError
 from kvxferd.ids import AgentName, EngineId
 from kvxferd.wire.peer import GrantRequest, ManifestRequest, PeerRefused, StillWaiting, refusal_of
 
@@ -69,7 +69,7 @@ class WaitingRequest(Generic[M]):
 
 
 class WaitingRequests:
-    """Keeps requests until `reply` replies, or the obstacle that it returns has been there for too long."""
+    """Keeps requests until `reply` replies, raises BusyError, or returned an obstacle for too long."""
 
     def __init__(self, context: NodeContext, poll_requests: PollRequests) -> None:
         self._context = context
@@ -161,7 +161,13 @@ class WaitingRequests:
 
     def _consider(self, request: WaitingRequest[M]) -> None:
         """Reply to a request, refuse it or keep it."""
-        found, now = request.reply(request), self._context.now
+        now = self._context.now
+        try:
+            found = request.reply(request)
+        except BusyError as error:
+            self.remove(request)
+            self._context.emit(ReplyToPeer(request.route, refusal_of(request.message.request, error)))
+            return
         if found is None:
             return
         given_up_at = request.sent_at + self._context.settings.gone_after_s

@@ -12,7 +12,7 @@ from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.resolver import Resolver, is_numeric, system_lookup
 from kvxferd.core import events as ev
 from kvxferd.core.effects import NO_USER
-from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.ledger import FairShare
 from kvxferd.ids import Endpoint
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
 from tests.support.early_checks import NoChecks

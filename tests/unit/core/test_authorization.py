@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ipaddress
+from ipaddress import ip_network
+
 import msgspec
 import pytest
 
-from kvxferd.errors import Code
+from kvxferd.core import Settings
+from kvxferd.core import effects as fx
+from kvxferd.core import events as ev
+from kvxferd.core.allowlist import PeerAllowlist
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.wire import worker as wk
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, spec_of
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.endpoint import address_of, host_of, key_of, parse_endpoint
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, spec_of
 
 
 def test_a_rank_of_another_engine_can_neither_complete_nor_end_a_transfer(world):
@@ -107,3 +117,145 @@ def test_who_attached_before_the_ranks_came_still_cannot_publish_for_another_use
     assert "another user" in early.received(wk.PublishRefused)[0].message
     owner.publish("t1", IDS, TOKENS)
     assert not owner.received(wk.PublishRefused)
+
+
+# --- whom a node asks: what allow-lists say of endpoints, and what forged references come to
+
+
+OWN, FRIEND, STRANGER = "0a" * 32, "0b" * 32, "0c" * 32
+KEYS = PeerAllowlist(own_key=OWN, allowed_keys=frozenset([FRIEND]))
+LAN = PeerAllowlist(networks=(ip_network("10.1.0.0/16"), ip_network("fd00::/8")))
+
+
+@pytest.mark.parametrize(
+    ("trust", "endpoint", "problem"),
+    [
+        (PeerAllowlist(), "tcp://node-7:1", ""),
+        (
+            PeerAllowlist(),
+            f"tcp://node-7:1#{FRIEND}",
+            "peer.curve_secret_key_file",
+        ),  # never in the clear instead
+        (KEYS, f"tcp://node-7:1#{FRIEND}", ""),
+        (KEYS, f"tcp://node-7:1#{OWN}", ""),
+        (KEYS, f"tcp://node-7:1#{STRANGER}", "peer.curve_allowed_keys"),
+        (KEYS, "tcp://node-7:1", "no public key"),
+        (PeerAllowlist(own_key=OWN, allowed_keys=None), f"tcp://node-7:1#{STRANGER}", ""),
+        (PeerAllowlist(own_key=OWN, allowed_keys=None), "tcp://node-7:1", "no public key"),
+        (LAN, "tcp://10.1.2.3:1", ""),
+        (LAN, "tcp://10.2.2.3:1", "peer.allowed_addresses"),
+        (LAN, "tcp://[fd00::1]:1", ""),
+        (LAN, "tcp://[2001:db8::1]:1", "peer.allowed_addresses"),
+        (LAN, "tcp://[::ffff:10.1.2.3]:1", ""),
+        (LAN, "tcp://node-7:1", "peer.allowed_addresses"),  # who knows what that resolves to
+    ],
+)
+def test_whom_it_asks(trust: PeerAllowlist, endpoint: str, problem: str) -> None:
+    if not problem:
+        trust.check(Endpoint(endpoint))
+        return
+    with pytest.raises(EngineError, match=problem) as refused:
+        trust.check(Endpoint(endpoint))
+    assert refused.value.code is Code.NOT_ALLOWED
+
+
+def test_an_endpoint_has_one_spelling_and_three_parts() -> None:
+    endpoint = parse_endpoint(f"tcp://Node-7:0941#{FRIEND.upper()}")
+    assert endpoint == f"tcp://node-7:941#{FRIEND}"
+    assert (address_of(endpoint), key_of(endpoint)) == ("tcp://node-7:941", FRIEND)
+    assert host_of(parse_endpoint("tcp://[FD00::1]:9441")) == "fd00::1"
+    assert key_of(parse_endpoint("tcp://node-7:941")) == ""
+
+
+@pytest.mark.parametrize(
+    "tail", ["#", "#0b", f"#{FRIEND}0", f"#{'zz' * 32}", f"#{FRIEND}#{FRIEND}", f" #{FRIEND}"]
+)
+def test_half_a_key_is_no_endpoint(tail: str) -> None:
+    with pytest.raises(EngineError) as refused:
+        parse_endpoint("tcp://node-7:1" + tail)
+    assert refused.value.code is Code.ENDPOINT_INVALID
+
+
+def test_a_reference_that_is_not_allowed_fails_its_pull_and_asks_nobody() -> None:
+    world = World(settings=Settings(allowlist=LAN))
+    sink = world.engine(world.host("d"), "decode")[0]
+    source = world.engine(world.host("p"), "prefill")[0]
+    ref = source.publish("t1", [3, 1, 2], 11)
+    world.hold_network = True
+    ticket = sink.pull(ref, [7, 9, 4], 11)
+    sink.say(wk.Prepare(ref=ref))
+    sink.say(wk.Abandon(ref=ref))
+    assert sink.ended(ticket).code is Code.NOT_ALLOWED
+    assert not world.network
+    assert sink.host.node.snapshot().peers == ()
+
+
+def test_a_home_that_is_not_allowed_refuses_the_registration() -> None:
+    world = World(settings=Settings(allowlist=LAN))
+    host = world.host("p")
+    worker = world.register(host, spec_of("spread", pp=2, home="tcp://elsewhere:9441"))
+    (refused,) = worker.received(wk.Refused)
+    assert refused.code is Code.NOT_ALLOWED
+    assert not world.network
+
+
+def test_its_own_engines_are_always_read() -> None:
+    world = World(settings=Settings(allowlist=LAN))
+    host = world.host("node")
+    source, sink = world.engine(host, "prefill")[0], world.engine(host, "decode")[0]
+    ticket = sink.pull(source.publish("t1", [3, 1, 2], 11), [7, 9, 4], 11)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    forged = msgspec.structs.replace(source.publish("t2", [3, 1, 2], 11), endpoint="tcp://evil:1")
+    assert sink.ended(sink.pull(forged, [7, 9, 4], 11)).code is Code.NOT_ALLOWED
+
+
+# --- the allow-lists of peers change while the node runs
+
+
+PREFILL = EngineKey("prefill", "g1")
+NOBODY_ELSE = PeerAllowlist(networks=(ipaddress.ip_network("192.0.2.0/24"),))
+
+
+def test_a_peer_that_is_admitted_no_more_is_forgotten_and_not_asked_again(world, source, sink):
+    ticket = sink.pull(source.publish("r1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    node = sink.host.node
+    (peer,) = node.peers.endpoints()
+    assert fx.ClosePeerConnection(peer) in node.feed(ev.AllowlistChanged(NOBODY_ELSE), world.now)
+    assert not node.peers.endpoints()
+    ticket = sink.pull(source.publish("r2", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert sink.ended(ticket).code is Code.NOT_ALLOWED
+    sink.say(wk.Abandon(ref=TransferRef(peer, PREFILL.engine_id, PREFILL.generation, "r1", "n")))
+    assert not node.peers.endpoints()
+
+
+@pytest.mark.parametrize(
+    ("after", "before", "want"),
+    [
+        (PeerAllowlist(), PeerAllowlist(), True),
+        (PeerAllowlist(allowed_keys=frozenset("ab")), PeerAllowlist(allowed_keys=frozenset("a")), True),
+        (PeerAllowlist(allowed_keys=frozenset("a")), PeerAllowlist(allowed_keys=frozenset("ab")), False),
+        (PeerAllowlist(allowed_keys=None), PeerAllowlist(allowed_keys=frozenset("a")), True),
+        (PeerAllowlist(allowed_keys=frozenset("a")), PeerAllowlist(allowed_keys=None), False),
+        (NOBODY_ELSE, PeerAllowlist(), False),
+        (PeerAllowlist(), NOBODY_ELSE, True),
+        (NOBODY_ELSE, NOBODY_ELSE, True),
+    ],
+)
+def test_lists_that_leave_nobody_out_cut_no_connection(after, before, want):
+    assert after.allows_all_of(before) is want
+
+
+def test_a_pull_with_its_grant_goes_on(world, source, sink):
+    (mover,) = sink.host.movers.values()
+    mover.hold = True
+    ticket = sink.pull(source.publish("r1", IDS, TOKENS), SINK_IDS, TOKENS)
+    world.feed(sink.host, ev.AllowlistChanged(NOBODY_ELSE))
+    assert sink.ended(ticket) is None
+    mover.hold = False
+    mover.copy()
+    mover.finish()
+    world.settle()
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    world.advance(1000)  # what it was to acknowledge ends with its time, and nothing is asked
+    assert not sink.host.node.peers.endpoints()

@@ -248,7 +248,7 @@ def test_the_pieces_of_a_pull_do_not_each_carry_the_whole_list(world, monkeypatc
 
     With all ids of 15 MiB a piece took 40 ms of both loops. Each needs those of its own tokens.
     """
-    monkeypatch.setattr("kvxferd.core.sink.needs.MIN_PIECE_BYTES", 1)
+    monkeypatch.setattr("kvxferd.core.sink.pull.MIN_PIECE_BYTES", 1)
     num_ids, num_pieces = IDS_PER_MIB, 8
     source, sink = rank(world, "p", "prefill", num_ids), rank(world, "d", "decode")
     first = num_ids - num_pieces

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-import msgspec
+import pytest
 
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
+from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.limits.table import INFLIGHT_BYTES, RETRY_AFTER_S, RETRY_LATER_S, WAITING_BYTES
+from kvxferd.core.limits.table import ACKNOWLEDGED, RETRY_AFTER_S, RETRY_LATER_S, WAITING_BYTES
+from kvxferd.core.ranks import registration_checks
 from kvxferd.core.source.waiting import kept_bytes
 from kvxferd.errors import Code
+from kvxferd.ids import Rank
 from kvxferd.wire import worker as wk
-from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.peer import Acknowledge, Consumer, ManifestReply, ManifestRequest, PeerRefused, RequestDone
 from tests.support.low_limits import lower
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, delivers, mover_of, spec_of
+from tests.support.simulation import (
+    IDS,
+    SINK_IDS,
+    TOKENS,
+    Worker,
+    World,
+    delivers,
+    mover_of,
+    spec_of,
+    two_users,
+)
 
 
 def world_of(**limits: int) -> World:
@@ -42,23 +56,11 @@ def test_a_transfer_too_many_of_one_engine_is_refused_until_one_is_released():
         source.publish(name, IDS, TOKENS)
     (refused,) = source.received(wk.PublishRefused)
     assert (refused.transfer_id, refused.code, refused.retry_after_s) == ("t3", Code.BUSY, RETRY_AFTER_S)
-    assert "the oldest, t1, is held by no reader, and published 0 s ago" in refused.message
     other.publish("t1", IDS, TOKENS)
     assert not other.received(wk.PublishRefused)
     source.say(wk.Unpublish(transfer_id="t1"))
     source.publish("t4", IDS, TOKENS)
     assert len(source.received(wk.PublishRefused)) == 1
-
-
-def test_a_source_that_is_full_says_who_holds_what():
-    world = world_of(max_transfers_per_engine=1)
-    source = world.engine(world.host("p"), "prefill")[0]
-    sink = world.engine(world.host("d"), "decode")[0]
-    sink.say(wk.Prepare(ref=source.publish("t1", IDS, TOKENS)))
-    world.advance(50)
-    source.publish("t2", IDS, TOKENS)
-    (refused,) = source.received(wk.PublishRefused)
-    assert "the oldest, t1, is held by engine decode at tcp://d:9441 for 50 s" in refused.message
 
 
 def test_ready_for_transfers_that_nobody_publishes_is_bounded_engine_by_engine():
@@ -103,28 +105,6 @@ def test_bytes_in_flight_are_bounded_and_a_pull_larger_than_the_bound_goes_alone
     assert isinstance(sink.ended(alone), wk.TicketDelivered)
     world.hold_network = False
     assert delivers(source, sink, "t3")
-
-
-def test_what_every_end_of_a_pull_takes_off_the_load():
-    world = world_of()
-    source = world.engine(world.host("p"), "prefill")[0]
-    sink = world.engine(world.host("d"), "decode")[0]
-    (mover,) = sink.host.movers.values()
-    load = sink.host.node.context.ledger[INFLIGHT_BYTES]
-    assert delivers(source, sink, "delivered")
-    sink.pull(msgspec.structs.replace(source.publish("r", IDS, TOKENS), nonce="x"), SINK_IDS, TOKENS)
-    mover.hold = True
-    doubtful = sink.pull(source.publish("late", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=1.0)
-    assert load.held > 0
-    world.advance(2)
-    assert sink.ended(doubtful).safe_to_reuse is False
-    assert load.held > 0  # it may still be written
-    mover.die()
-    assert load.held == 0
-    sink.pull(source.publish("t4", IDS, TOKENS), SINK_IDS, TOKENS)
-    sink.close()
-    assert load.held == 0
-    assert not sink.host.node.pulls.most_of_rank
 
 
 def test_peers_too_many_are_not_asked():
@@ -176,17 +156,104 @@ def test_questions_that_wait_are_bounded_by_peer_and_in_all(monkeypatch):
     assert isinstance(send_request(b"loud", 99)[0], ManifestReply)
 
 
-def test_grants_that_wait_are_bounded_and_the_pull_is_told(monkeypatch):
-    lower(monkeypatch, WAITING_BYTES, 26_000)  # a peer has room for two
+# --- who has read
+
+
+def acknowledge(world: World, worker: Worker, ref: TransferRef, number: int, key: str) -> None:
+    consumer = Consumer(f"c{number // 8}", "g", Rank(0, number % 8), 4096)
+    request = Acknowledge(request=number, grant=f"g{number}", ref=ref, consumer=consumer, bytes=0)
+    effects = worker.host.node.feed(ev.PeerRequest(b"route", request, key), world.now)
+    assert [e.message for e in effects if isinstance(e, fx.ReplyToPeer)] == [RequestDone(request=number)]
+
+
+def test_acknowledgements_have_a_share_of_each_peer(monkeypatch) -> None:
+    lower(monkeypatch, ACKNOWLEDGED, 320)
     world = World()
-    stages = world.engine(world.host("p"), "prefill", tp=2)
-    sink = world.engine(world.host("d"), "decode")[0]
-    refs = [stages[0].publish(f"t{n}", IDS, TOKENS) for n in range(3)]
-    tickets = [sink.pull(ref, SINK_IDS, TOKENS) for ref in refs]  # rank 1 is not ready
-    failed = sink.ended(tickets[2])
-    assert (failed.code, failed.retry_after_s) == (Code.BUSY, RETRY_AFTER_S)
-    for number in range(2):
-        stages[1].ready(f"t{number}")
-        assert isinstance(sink.ended(tickets[number]), wk.TicketDelivered)
-    stages[1].ready("t2")
-    assert sink.reads(refs[2])
+    (source,), (sink,) = world.engine(world.host("a"), "prefill"), world.engine(world.host("b"), "decode")
+    node = source.host.node
+    refs = [source.publish(f"t{n}", IDS, TOKENS) for n in range(4)]
+    for ref in refs:
+        for number in range(200):
+            acknowledge(world, source, ref, number, "loud")
+    assert 270 <= node.published.table._reader_share.held <= 280
+    for ref in refs:
+        for number in range(200):
+            acknowledge(world, source, ref, number, "loud")  # again: counted once
+    assert node.published.table._reader_share.held_by("loud") <= 280
+    assert delivers(source, sink, "quiet")
+    assert [m.transfer_id for m in source.received(wk.Released)] == ["quiet"]
+    for ref in refs:
+        source.say(wk.Unpublish(transfer_id=ref.transfer_id))
+    assert node.published.table._reader_share.held == 0
+
+
+# --- what has a mover started
+
+
+def sleep_and_wake(world: World, worker: Worker, number: int) -> wk.Refused | None:
+    num = len(worker.received(wk.Refused))
+    worker.say(wk.Suspend())
+    world.settle()
+    exports = worker.host.node.sessions[worker.session].rank.exports
+    worker.say(wk.Resume(request=100 + number, regions=exports, incarnation=f"i{number}"))
+    refused = worker.received(wk.Refused)[num:]
+    return refused[0] if refused else None
+
+
+@pytest.fixture
+def few(monkeypatch) -> int:
+    monkeypatch.setattr(registration_checks, "REGISTER_BURST", 8)
+    return 8
+
+
+def test_who_sleeps_and_wakes_without_end_waits(few: int) -> None:
+    world = World()
+    first, second = two_users(world)
+    refused = [sleep_and_wake(world, first, n) for n in range(few + 2)]
+    assert refused[0] is None
+    assert refused[-1] is not None
+    assert refused[-1].code is Code.BUSY
+    assert 0 < refused[-1].retry_after_s <= 0.25
+    assert sleep_and_wake(world, second, 0) is None
+    world.advance(1.0)
+    assert sleep_and_wake(world, first, 99) is None
+
+
+def test_a_rank_whose_movers_die_at_once_has_another_as_often_as_its_user_may(few: int) -> None:
+    world = World()
+    first, second = two_users(world)
+
+    def num_movers(worker: Worker) -> int:
+        return sum(mover.worker is worker for mover in worker.host.movers.values())
+
+    for _ in range(200):
+        for mover in [m for m in first.host.movers.values() if m.worker is first and m.alive]:
+            mover.die()
+        world.advance(0.1)
+    assert num_movers(first) <= few + 20 * registration_checks.REGISTER_PER_S
+    assert second.host.node.sessions[second.session].rank.is_readable
+    mover_of(second).die()
+    world.advance(1.0)
+    assert second.host.node.sessions[second.session].rank.is_readable
+    world.advance(5.0)
+    assert first.host.node.sessions[first.session].rank.is_readable
+
+
+def test_a_resident_mover_that_nobody_wants_is_not_taken() -> None:
+    world = World()
+    first, _ = two_users(world)
+    rank = first.host.node.sessions[first.session].rank
+    rank.resident = True
+    mover_of(first).die()
+    world.advance(1.0)
+    assert len(first.received(wk.MoverRequest)) == 1
+    wanted = [
+        effect
+        for _ in range(10)
+        for effect in first.host.node.feed(
+            ev.WorkerMessage(first.session, wk.NewMover(), None, b""), world.now
+        )
+    ]
+    (accepted,) = wanted
+    assert isinstance(accepted, fx.AcceptResidentMover)
+    assert accepted.session == first.session

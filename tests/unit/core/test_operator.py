@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ipaddress import ip_network
 
-import msgspec
 import pytest
 
 from kvxferd.core import effects as fx
@@ -14,7 +13,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.records import HandshakeRecord, PullRecord
 from kvxferd.wire import worker as wk
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, delivers, spec_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, delivers
 
 PREFILL = EngineKey("prefill", "g1")
 
@@ -120,15 +119,3 @@ def test_a_pull_that_no_mover_has_is_cancelled_at_once(world, source, sink):
     world.deliver()
     assert source.host.node.is_idle is False
     assert sink.host.node.is_idle
-
-
-def test_dropping_an_engines_home_does_not_end_the_engine(world):
-    home, member = world.host("p0"), world.host("p1")
-    spec = spec_of("spread", pp=2, layers=4, home=home.endpoint)
-    stages = [world.register(home, spec), world.register(member, msgspec.structs.replace(spec, pp_rank=1))]
-    world.feed(member, ev.PeerDropRequested(home.endpoint))
-    world.advance(10)
-    sink = world.engine(world.host("d"), "decode", layers=4)[0]
-    ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].ready("t1")
-    assert sink.reads(ref)

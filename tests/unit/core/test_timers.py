@@ -69,16 +69,6 @@ def test_pulls_whose_peer_fails_end_in_turns(world: World, source: Worker, sink:
     assert node.peers._open_request_share.held == 0
 
 
-def test_who_waits_for_a_greeting_is_served_whole(world: World, source: Worker, sink: Worker) -> None:
-    world.hold_network = True
-    tickets = [sink.pull(ref, SINK_IDS, TOKENS, deadline_s=60.0) for ref in refs_to(source.host)]
-    world.hold_network = False
-    world.deliver()
-    world.advance(3.0)
-    assert {sink.ended(ticket).code for ticket in tickets} == {Code.TRANSFER_UNKNOWN}
-    assert sink.host.node.peers._open_request_share.held == 0
-
-
 def test_a_node_is_behind_while_more_is_due_than_one_turn_runs(world):
     context = world.host("p").node.context
     context.pop_effects()

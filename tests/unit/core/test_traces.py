@@ -51,17 +51,6 @@ def test_each_sides_span_hangs_on_its_own_request() -> None:
     assert len({pull.span_id, release.span_id, ""}) == 3
 
 
-def test_a_prepared_pull_has_the_trace_of_its_own_request() -> None:
-    pair = Pair()
-    ref = pair.publish()
-    pair.sink.say(wk.Prepare(ref=ref.with_trace(PREFILL)))
-    pair.world.settle()
-    assert isinstance(pair.pull(ref, DECODE), wk.TicketDelivered)
-    (pull,) = pair.pulls()
-    assert pull.traceparent == DECODE
-    assert len([m for m in pair.sink.inbox if isinstance(m, wk.TicketDelivered)]) == 1
-
-
 @pytest.mark.parametrize("traceparent", ["", QUIET, "x", "0" * 55, f"00-{'0' * 32}-{'a' * 16}-01"])
 @pytest.mark.parametrize("tracing", [True, False])
 def test_what_is_not_sampled_or_not_valid_makes_none_and_is_delivered(
@@ -71,31 +60,6 @@ def test_what_is_not_sampled_or_not_valid_makes_none_and_is_delivered(
     assert isinstance(pair.pull(pair.publish(traceparent), traceparent), wk.TicketDelivered)
     (pull,), (release,) = pair.pulls(), pair.releases()
     assert (pull.traceparent, pull.span_id, release.traceparent, release.span_id) == ("", "", "", "")
-
-
-def test_a_node_that_exports_nothing_hands_the_trace_on_as_it_is() -> None:
-    pair = Pair(tracing=False)
-    requested: list[str] = []
-    seen = pair.prefill.node.grant_server.acquire
-    pair.prefill.node.grant_server.acquire = (  # type: ignore[method-assign]
-        lambda route, message, key="": (requested.append(message.ref.traceparent), seen(route, message, key))[
-            1
-        ]
-    )
-    assert isinstance(pair.pull(pair.publish()), wk.TicketDelivered)
-    assert requested == [DECODE]
-
-
-def test_a_transfer_that_was_prepared_is_abandoned_whichever_trace_its_reference_names() -> None:
-    pair = Pair()
-    ref = pair.publish()
-    pair.sink.say(wk.Prepare(ref=ref.with_trace(DECODE)))
-    pair.world.settle()
-    assert len(list(pair.decode.node.worker_requests.prepared())) == 1
-    pair.sink.say(wk.Abandon(ref=ref.with_trace(PREFILL)))
-    pair.world.settle()
-    assert not list(pair.decode.node.worker_requests.prepared())
-    assert [release.why for release in pair.releases()] == ["abandoned"]
 
 
 def test_transfers_without_a_trace_start_one_by_ratio() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvxferd.core import events as ev
-from kvxferd.core.limits.table import WAITING_BYTES
+from kvxferd.core.limits.table import GRANTS, WAITING_BYTES
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifest, checked_layouts
 from kvxferd.core.ranks import home as core_home
@@ -15,16 +15,12 @@ from kvxferd.core.source import grants as grant_server
 from kvxferd.core.source.transfer_table import MAX_READERS
 from kvxferd.errors import Code, EngineError, PeerError
 from kvxferd.ids import Endpoint, Rank
-from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, RegionSpec, UnitRange, pack_ids
+from kvxferd.layout import PackedBlocks, RegionSpec, pack_ids
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Message, RegionAddress, TransferRef
-from kvxferd.wire.limits import (
-    MAX_FRAME_BYTES,
-    MAX_METADATA_BYTES,
-    MAX_PEER_MESSAGE_BYTES,
-)
+from kvxferd.wire.common import Message, TransferRef
+from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_METADATA_BYTES, MAX_PEER_MESSAGE_BYTES
 from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import (
     Acknowledge,
@@ -217,19 +213,6 @@ def test_only_a_ranks_home_can_have_its_mover_poll(world, source, stages):
         assert not any(rank.polling_request for rank in host.node.registry.local_ranks())
 
 
-def test_a_question_about_a_mover_that_died_is_forgotten(world, stages):
-    host = stages[1].host
-    (mover,) = host.movers.values()
-    mover.mute = True
-    home = stages[0].host.endpoint
-    hear(world, host, home, RankPollingRequest(request=7, agent=mover.agent))
-    assert [rank.polling_request for rank in host.node.registry.local_ranks()] == [7]
-    mover.die()
-    hear(world, host, home, RankPollingRequest(request=8, agent=mover.agent))
-    assert not any(rank.polling_request for rank in host.node.registry.local_ranks())
-    assert not host.node.poll_requests._states
-
-
 def joining(world: World, worker: Worker, **changes: object) -> JoinRank:
     """What the worker's daemon says of its rank, changed."""
     rank = worker.host.node.sessions[worker.session].rank
@@ -278,45 +261,12 @@ def test_a_manifest_that_makes_no_sense_fails_its_pull(world, source, sink, chan
     assert sink.ended(ticket).code in (Code.BAD_FRAME, Code.ENGINE_INCOMPLETE, Code.RANK_INVALID)
 
 
-def costly(layout: RankLayout) -> RankLayout:
-    """One whose two tensors can only be told apart by writing their blocks out."""
-    tensors = tuple(
-        msgspec.structs.replace(
-            layout.tensors[0],
-            component=component,
-            offset=offset,
-            block_stride=stride,
-            token_stride=0,
-            units=(UnitRange(0, 1),),
-            chunk_bytes=1,
-            group="state",
-        )
-        for component, offset, stride in (("a", 0, 6), ("b", 3, 12))
-    )
-    return msgspec.structs.replace(
-        layout, tensors=tensors, groups=(Group("state", 5_000, kind=GroupKind.STATE),)
-    )
-
-
-@pytest.mark.parametrize(("num_ranks", "copies"), [(1, 3), (4, 1)])
-def test_a_manifest_costs_no_more_than_one_rank_may(world, source, sink, num_ranks, copies):
-    """Neither one rank said many times nor many ranks that are each as hard to check as one may be."""
+def test_a_manifest_that_names_one_rank_many_times_fails_its_pull(world, source, sink):
+    """Checking it would take as long as checking so many ranks."""
     world.hold_network = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     one = source.host.node.sessions[source.session].rank.manifest()
-    name, ranks = one.layout.regions[0].region, []
-    for rank in range(num_ranks):
-        size = (1 << 20) + rank  # an equal layout would not be checked again
-        ranks.append(
-            msgspec.structs.replace(
-                one,
-                spec=msgspec.structs.replace(one.spec, tp_rank=rank, tp_size=num_ranks),
-                layout=msgspec.structs.replace(costly(one.layout), regions=(RegionSpec(name, size),)),
-                binding=msgspec.structs.replace(one.binding, regions=(RegionAddress(name, 4096, size),)),
-            )
-        )
-    check_manifest(ranks[0], LayoutCache())
-    tamper(world, ManifestReply, ranks=tuple(ranks * copies))
+    tamper(world, ManifestReply, ranks=(one,) * 3)
     assert sink.ended(ticket).code is Code.LAYOUT_INVALID
 
 
@@ -391,16 +341,6 @@ def test_giving_a_grant_back_again_and_again_holds_it_no_longer_than_renewing(wo
         world.feed(source.host, ev.PeerRequest(b"stranger", ReleaseGrant(request=2, grant=request.grant)))
         world.advance(10)
     assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
-
-
-def test_a_pull_from_a_peer_that_fell_silent_is_told_before_a_long_deadline(world, source, sink):
-    first = sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(first), wk.TicketDelivered)
-    ref = source.publish("t1", IDS, TOKENS)
-    world.cut.add(("d", "p"))
-    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=3600.0)
-    world.advance(25)
-    assert sink.ended(ticket).code is Code.PEER_UNREACHABLE
 
 
 # --- peers come and go
@@ -542,22 +482,6 @@ def test_made_up_readers_are_not_kept_without_end(world, source, granted):
     assert len(transfer.readers) == MAX_READERS
 
 
-def test_many_routes_of_one_key_have_one_share():
-    world = World()
-    source = world.engine(world.host("p"), "prefill")[0]
-    source.host.node.context.ledger[WAITING_BYTES].limit = 36_000  # a peer has room for three
-    ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
-    replies: list[Message] = []
-    for number in range(6):
-        request = grant_of(world, source, ref, grant=f"g{number}")
-        event = ev.PeerRequest(b"%d" % number, request, "0b")
-        effects = source.host.node.feed(event, world.now)
-        replies += [e.message for e in effects if getattr(e, "route", b"") == b"%d" % number]
-    assert [a.code for a in replies] == [Code.BUSY] * 3
-    another = msgspec.structs.replace(grant_of(world, source, ref, grant="g0"), request=9)
-    assert not world.send_request(source.host, another, key="0b")  # it takes the place of the first
-
-
 def test_a_request_waits_with_the_names_that_it_is_counted_for(world, source):
     share = source.host.node.context.ledger[WAITING_BYTES]
     share.limit = 260_000
@@ -583,8 +507,7 @@ def test_a_request_waits_with_the_names_that_it_is_counted_for(world, source):
     assert share.held == 0
 
 
-def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, granted, monkeypatch):
-    monkeypatch.setattr(grant_server, "MAX_GRANTS_PER_PEER", 2)
+def test_grants_are_bounded_on_one_transfer_and_in_all(world, source, granted, monkeypatch):
     monkeypatch.setattr(grant_server, "MAX_GRANTS_PER_TRANSFER", 4)
     ref, transfer = granted
 
@@ -592,7 +515,9 @@ def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, gr
         return world.send_request(source.host, grant_of(world, source, ref, grant=name), key=key)[-1]
 
     assert isinstance(requested("g1", "0a"), GrantReply)
-    assert requested("g2", "0a").code is Code.BUSY
+    with monkeypatch.context() as full:
+        full.setattr(source.host.node.context.ledger[GRANTS], "limit", 2)
+        assert requested("g2", "0a").code is Code.BUSY
     assert isinstance(requested("g1", "0a"), GrantReply)  # asked again: no more than before
     assert isinstance(requested("g", "0b"), GrantReply)
     assert isinstance(requested("g", "0c"), GrantReply)
@@ -600,22 +525,6 @@ def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, gr
     world.send_request(source.host, ReleaseGrant(request=1, grant="g1"), key="0a")
     assert isinstance(requested("g", "0d"), GrantReply)
     assert sorted(grant.peer_id for grant in transfer.grants.values()) == ["0a", "0b", "0c", "0d"]
-
-
-def test_joined_ranks_are_bounded_by_peer(world, stages):
-    """4,096 ranks with 2 MiB of metadata each were 8 GiB."""
-    home, codes = stages[0].host, []
-    home.node.home._member_share.limit = 6 << 20
-    for number in range(3):
-        said = joining(world, stages[1], engine_id=f"new-{number}")
-        binding = msgspec.structs.replace(
-            said.manifest.binding, agent=f"agent-{number}", metadata=bytes(2 << 20)
-        )
-        said = msgspec.structs.replace(said, manifest=msgspec.structs.replace(said.manifest, binding=binding))
-        codes += [
-            getattr(a, "code", None) for a in world.send_request(home, said) if isinstance(a, PeerRefused)
-        ]
-    assert codes == [Code.BUSY]
 
 
 def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(world, stages, monkeypatch):
@@ -633,9 +542,24 @@ def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(
         request.manifest,
         layout=msgspec.structs.replace(layout, regions=(*layout.regions, *regions)),
         binding=msgspec.structs.replace(
-            binding,
-            regions=(many, *(msgspec.structs.replace(many, region=spec.region) for spec in regions)),
+            binding, regions=(many, *(msgspec.structs.replace(many, region=spec.region) for spec in regions))
         ),
     )
     with pytest.raises(EngineError, match="8192 pieces"):
         check_manifest(manifest, LayoutCache())
+
+
+def test_joined_ranks_are_bounded_by_peer(world, stages):
+    """4,096 ranks with 2 MiB of metadata each were 8 GiB."""
+    home, codes = stages[0].host, []
+    home.node.home._member_share.limit = 6 << 20
+    for number in range(3):
+        said = joining(world, stages[1], engine_id=f"new-{number}")
+        binding = msgspec.structs.replace(
+            said.manifest.binding, agent=f"agent-{number}", metadata=bytes(2 << 20)
+        )
+        said = msgspec.structs.replace(said, manifest=msgspec.structs.replace(said.manifest, binding=binding))
+        codes += [
+            getattr(a, "code", None) for a in world.send_request(home, said) if isinstance(a, PeerRefused)
+        ]
+    assert codes == [Code.BUSY]

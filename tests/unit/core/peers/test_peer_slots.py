@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
 from kvxferd.core.limits.table import OPEN_REQUESTS, REMOTE_ENGINE_BYTES
 from kvxferd.errors import Code
-from kvxferd.ids import Endpoint
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import ManifestRequest, PeerHello, PeerRefused, RequestDone
+from kvxferd.wire.peer import ManifestRequest, PeerHello, PeerRefused
 from tests.support.low_limits import lower
 from tests.support.simulation import (
     FIRST,
@@ -55,17 +52,6 @@ def test_peers_that_never_answer_give_their_places_to_another_user() -> None:
     world.advance(30.0)
     assert first.host.node.peers.endpoints() <= {source.host.endpoint for source in sources}
     assert first.host.node.peers._open_request_share.held == 0
-
-
-def test_a_newcomer_takes_no_more_than_who_had_most_keeps() -> None:
-    world = world_of()
-    first, second = two_users(world)
-    for number in range(64):
-        first.pull(ref_to(f"a-{number}"), SINK_IDS, TOKENS)
-    for number in range(64):
-        second.pull(ref_to(f"b-{number}"), SINK_IDS, TOKENS)
-    share = first.host.node.peers._peer_share
-    assert (share.held_by(FIRST), share.held_by(SECOND)) == (4, 4)
 
 
 def test_a_peer_that_is_read_from_keeps_its_place() -> None:
@@ -139,38 +125,6 @@ def test_a_silent_peer_keeps_its_place_while_it_is_asked_again() -> None:
     assert node.peers._open_request_share.held == 0
     assert not node.peer_requests.num_open(source.host.endpoint)
     assert delivers(source, sink, "t1")
-
-
-def test_what_comes_from_a_peer_that_is_forgotten_is_not_kept() -> None:
-    world = world_of()
-    sink = world.engine(world.host("d"), "decode")[0]
-    for number in range(20):
-        world.feed(sink.host, ev.PeerReply(Endpoint(f"tcp://gone-{number}:9441"), RequestDone(request=1)))
-    assert not sink.host.node.peers.endpoints()
-
-
-def test_pulls_that_are_cancelled_leave_questions_for_others(monkeypatch) -> None:
-    """A peer that greets and then answers nothing: each pull leaves two questions."""
-    lower(monkeypatch, OPEN_REQUESTS, 64)
-    world = world_of()
-    first, second = two_users(world)
-    source, other = sources_of(world, 2)
-    ref = source.publish("t", IDS, TOKENS)
-    assert delivers(source, first, "t0")
-    world.cut = {(source.host.name, "d")}
-    codes = []
-    for number in range(64):
-        ticket = first.pull(msgspec.structs.replace(ref, transfer_id=f"t{number}"), SINK_IDS, TOKENS)
-        ended = first.ended(ticket)
-        codes.append(ended.code if isinstance(ended, wk.TicketFailed) else None)
-        first.say(wk.Cancel(ticket=ticket))
-    assert codes[0] is None
-    assert codes[-1] is Code.BUSY
-    node = first.host.node
-    assert node.peers._open_request_share.held_by(FIRST) == len(node.peer_requests) == 56
-    assert delivers(other, second, "t1")
-    world.advance(60.0)
-    assert node.peers._open_request_share.held == len(node.peer_requests) == 0
 
 
 def test_grants_are_renewed_though_another_user_of_the_peer_may_ask_nothing_more(monkeypatch) -> None:

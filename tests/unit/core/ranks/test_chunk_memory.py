@@ -97,20 +97,6 @@ def test_shares_are_equal(wanted: list[int], limit: int, want: list[int]) -> Non
     assert list(shares.values()) == want
 
 
-def test_a_mover_gets_what_it_wants_while_there_is_room() -> None:
-    movers = ManyMovers(16)
-    movers.want(1, 4)
-    movers.want(2, 4)
-    assert movers.granted == {1: 4, 2: 4}
-    assert movers.memory.num_bytes == 8 * CHUNK_BYTES
-
-
-def test_a_limit_of_zero_grants_nothing_and_says_so() -> None:
-    movers = ManyMovers(0)
-    movers.want(1, 4)
-    assert movers.granted == {1: 0}
-
-
 def test_a_late_mover_gets_its_share_once_the_others_have_given_it_back() -> None:
     movers = ManyMovers(4)
     movers.want(1, 4)
@@ -121,14 +107,6 @@ def test_a_late_mover_gets_its_share_once_the_others_have_given_it_back() -> Non
     assert movers.granted == {1: 2, 2: 1}
     movers.hold(1, 2)
     assert movers.granted == {1: 2, 2: 2}
-
-
-def test_of_64_movers_that_read_each_has_a_chunk() -> None:
-    """First come would give the first 16 all of them, for as long as they read."""
-    movers = ManyMovers(64)
-    for mover in range(64):
-        movers.want(mover, MAX_CHUNKS_PER_MOVER)
-    assert set(movers.granted.values()) == {1}
 
 
 def test_a_smaller_grant_frees_nothing_before_its_mover_has_it() -> None:
@@ -144,19 +122,6 @@ def test_a_smaller_grant_frees_nothing_before_its_mover_has_it() -> None:
     movers.held[1] = 2
     movers.receive()
     assert movers.granted == {1: 2, 2: 2}
-
-
-def test_a_mover_that_asks_while_it_still_holds_what_was_taken_back_has_a_reply() -> None:
-    movers = ManyMovers(4)
-    movers.want(1, 4)
-    movers.hold(1, 3)
-    movers.want(1, 0)
-    assert movers.granted == {1: 0}
-    movers.wanted[1] = 4
-    movers.report(1)
-    assert list(movers.under_way) == [(1, 0)]
-    movers.hold(1, 0)
-    assert movers.granted == {1: 4}
 
 
 def test_a_mover_that_says_it_holds_more_than_was_granted_takes_no_others_memory() -> None:
@@ -187,13 +152,6 @@ def test_lost_chunks_count_until_their_mover_is_dead() -> None:
     movers.die(1)
     assert movers.granted[2] == 4
     assert not movers.memory.has_lost(MoverId(1))
-
-
-def test_nothing_is_kept_of_a_mover_that_wants_and_holds_nothing() -> None:
-    movers = ManyMovers(4)
-    movers.want(1, 4)
-    movers.want(1, 0)
-    assert not movers.memory._shares
 
 
 @pytest.mark.parametrize("size", [-1, 1 << 80])

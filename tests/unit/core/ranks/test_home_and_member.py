@@ -9,7 +9,7 @@ from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
-from kvxferd.wire.peer import JoinRank, PeerRefused, RankReady, RequestDone
+from kvxferd.wire.peer import JoinRank, RankReady, RequestDone
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of, spec_of
 
 
@@ -18,19 +18,11 @@ def spread(world):
     """Two stages on two hosts, and a reader on a third."""
     home, other = world.host("p0"), world.host("p1")
     spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
-    stages = [
-        world.register(home, spec),
-        world.register(other, msgspec.structs.replace(spec, pp_rank=1)),
-    ]
+    stages = [world.register(home, spec), world.register(other, msgspec.structs.replace(spec, pp_rank=1))]
     for stage in stages:
         stage.fill(IDS, TOKENS, seed=1)
     sink = world.engine(world.host("d"), "decode", layout="NHD", layers=4)[0]
     return stages, sink
-
-
-def reports_of(member):
-    """The numbers of the reports that have no reply yet."""
-    return [n for n, one in member.node.peer_requests._open.items() if isinstance(one.message, RankReady)]
 
 
 def late_join(record, member):
@@ -83,15 +75,6 @@ def test_a_members_worker_that_dies_voids_the_engines_transfers(world, spread):
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     world.advance(6)
     assert isinstance(sink.ended(ticket), wk.TicketFailed)
-
-
-def test_without_its_home_a_rank_is_refused_with_a_reason(world):
-    other = world.host("p1")
-    spec = spec_of("prefill", pp=2, layers=4, home="tcp://p0:9441")
-    worker = world.register(other, msgspec.structs.replace(spec, pp_rank=1))
-    world.advance(11)
-    (refused,) = worker.received(wk.Refused)
-    assert refused.code is Code.HOME_UNREACHABLE
 
 
 def test_a_refusal_waits_until_no_mover_can_map_the_memory(world):
@@ -207,50 +190,6 @@ def test_a_late_join_of_a_former_generation_does_not_bring_it_back(world, spread
     assert sink.reads(ref)
 
 
-def test_a_member_that_expired_while_it_polled_is_asked_anew(world, spread):
-    """The home lost no connection, only time: the rank joins again before the lingering is over."""
-    stages, sink = spread
-    mover = mover_of(stages[1])
-    ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].ready("t1")
-    sink.say(wk.Prepare(ref=ref))
-    assert mover.attended
-    home = stages[0].host.node.home
-    (record,) = home._members.values()
-    home._forget([record])
-    world.feed(
-        stages[0].host, ev.PeerRequest(record.route, late_join(record, stages[1].host), key=record.key)
-    )
-    world.settle()
-    ref = stages[0].publish("t2", IDS, TOKENS)
-    stages[1].ready("t2")
-    sink.say(wk.Prepare(ref=ref))
-    world.advance(world.settings.polling_linger_s + 0.1)
-    assert sink.reads(ref)
-    assert mover.attended
-
-
-def test_a_mover_whose_node_was_silent_when_it_could_stop_stops_once_the_node_is_back(world, spread):
-    """The home gives the request up after `silent_after_s`; the rank is still a member for much longer."""
-    stages, sink = spread
-    member = stages[1].host
-    ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].ready("t1")
-    sink.say(wk.Prepare(ref=ref))
-    (mover,) = member.movers.values()
-    assert mover.attended
-    links = {("p0", "p1"), ("p1", "p0")}
-    world.cut |= links
-    sink.say(wk.Abandon(ref=ref))
-    world.advance(world.settings.polling_linger_s + world.settings.silent_after_s + 0.1)
-    assert mover.attended
-    world.cut -= links
-    world.advance(
-        world.settings.member_heartbeat_s + world.settings.resend_s + world.settings.polling_linger_s
-    )
-    assert not mover.attended
-
-
 @pytest.mark.parametrize("ends", ["its mover is replaced", "its worker leaves"])
 def test_a_join_without_a_reply_is_not_sent_again_after_what_followed(world, spread, ends):
     """Sent again, it would give the home the former mover's agent back, or the rank that left."""
@@ -270,21 +209,6 @@ def test_a_join_without_a_reply_is_not_sent_again_after_what_followed(world, spr
         world.advance(0.1)
         record = next(iter(home.node.registry)).ranks.get((1, 0))
         assert (None if record is None else record.agent) == wanted
-
-
-def test_a_rank_whose_join_was_answered_late_still_says_itself_again(world):
-    """Else a home that restarts would never hear of it."""
-    other = world.host("p1")
-    spec = spec_of("prefill", pp=2, layers=4, home="tcp://p0:9441")
-    member = world.register(other, msgspec.structs.replace(spec, pp_rank=1))
-    world.advance(4)  # longer than a heartbeat; the home starts now
-    world.host("p0")
-    world.advance(3)
-    assert member.received(wk.Registered)
-    home = world.host("p0")  # again
-    world.advance(7)
-    (engine,) = home.node.registry
-    assert list(engine.ranks) == [(1, 0)]
 
 
 def test_ready_that_was_said_before_the_rank_joined_again_is_not_lost(world, spread):
@@ -332,37 +256,6 @@ def test_a_repeated_ready_does_not_speak_for_the_next_transfer_of_an_id_that_was
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
-def test_a_release_that_members_are_still_to_hear_of_ends_no_other_transfer(world, spread):
-    stages, _ = spread
-    stages[0].publish("t1", IDS, TOKENS)
-    world.cut.update({("p0", "p1"), ("p1", "p0")})
-    stages[0].say(wk.Unpublish(transfer_id="t1"))
-    stages[0].publish("t1", IDS, TOKENS)
-    assert stages[0].received(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
-    world.cut.clear()
-    world.advance(5)
-    assert [released.transfer_id for released in stages[1].received(wk.Released)] == ["t1"]
-
-
-def test_a_member_that_connects_anew_is_told_what_it_was_to_be_told(world, spread):
-    """A DEALER that reconnects has another route; what waits for an answer follows it."""
-    stages, _ = spread
-    home = stages[0].host
-    stages[0].publish("t1", IDS, TOKENS)
-    world.cut.add(("p0", "p1"))
-    stages[0].say(wk.Unpublish(transfer_id="t1"))
-    world.advance(1)
-    engine = next(iter(home.node.registry))
-    record = engine.ranks[1, 0]
-    secret = stages[1].host.node.member._secret
-    again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
-    effects = home.node.feed(ev.PeerRequest(b"anew", again), world.now)
-    assert not [e for e in effects if hasattr(e.message, "why")]  # not all of them at once
-    effects = home.node.feed(ev.Tick(), world.now + world.settings.resend_s)
-    routes = [(e.route, e.message.transfer_id) for e in effects if hasattr(e.message, "why")]
-    assert routes == [(b"anew", "t1")]
-
-
 def test_a_member_that_could_not_be_asked_to_poll_is_asked_again_by_the_next_reader(world, spread):
     stages, sink = spread
     stages[1].ready("t1")
@@ -388,18 +281,6 @@ def test_a_member_of_whom_nothing_is_heard_for_very_long_is_forgotten(world, spr
     assert len(next(iter(home.node.registry)).ranks) == 1
 
 
-def test_a_member_of_a_home_that_restarted_lets_its_mover_rest(world, spread):
-    stages, sink = spread
-    (mover,) = stages[1].host.movers.values()
-    ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].ready("t1")
-    sink.say(wk.Prepare(ref=ref))
-    assert mover.attended
-    world.host("p0")  # another daemon on the same endpoint
-    world.advance(10)
-    assert not mover.attended
-
-
 @pytest.mark.parametrize("is_reply_lost", [False, True])
 def test_what_a_member_has_reported_is_reported_again_to_a_home_that_restarted(world, spread, is_reply_lost):
     """Else the transfer, which its publisher publishes anew, would wait for the rank until its lease ends."""
@@ -417,43 +298,6 @@ def test_what_a_member_has_reported_is_reported_again_to_a_home_that_restarted(w
     ref = again.publish("t1", IDS, TOKENS)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-
-
-def test_a_member_reports_nothing_again_that_was_released(world, spread):
-    stages, sink = spread
-    ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].ready("t1")
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.TicketDelivered)
-    sent = []
-    post = world.post
-    world.post = lambda source, target, event, message: (
-        sent.append(message),
-        post(source, target, event, message),
-    )
-    home = world.host("p0")
-    world.register(home, stages[0].spec)
-    world.advance(10)
-    assert any(isinstance(message, JoinRank) for message in sent)
-    assert not [message for message in sent if isinstance(message, RankReady)]
-
-
-def test_the_last_word_on_polling_counts_whatever_is_asked_again(world, spread):
-    """A reply that is late would leave a reader without a source that polls."""
-    stages, sink = spread
-    (mover,) = stages[1].host.movers.values()
-    stages[1].ready("t1")
-    ref = stages[0].publish("t1", IDS, TOKENS, lease_s=600.0)
-    sink.say(wk.Prepare(ref=ref))
-    assert mover.attended
-    world.cut.add(("p0", "p1"))
-    sink.say(wk.Abandon(ref=ref))
-    world.advance(world.settings.polling_linger_s + 0.5)
-    world.cut.clear()
-    again = stages[0].publish("t2", IDS, TOKENS)
-    stages[1].ready("t2")
-    sink.say(wk.Prepare(ref=again))
-    world.advance(10)
-    assert mover.attended
 
 
 def test_a_late_heartbeats_reply_does_not_end_the_polling_that_was_asked_for_since(world, spread):
@@ -513,18 +357,3 @@ def test_a_report_that_found_no_room_is_sent_once_there_is_some(world, spread, m
     assert sink.ended(ticket) is None
     world.advance(3.0)
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-
-
-@pytest.mark.parametrize("absurd", [float("nan"), -1.0, 1e300])
-def test_a_homes_absurd_figure_disturbs_no_timer(world, spread, absurd):
-    """Its heap is everybody's: among others, a time that is no number would let them pass by."""
-    stages, _ = spread
-    member = stages[1].host
-    world.cut.add(("p1", "p0"))
-    stages[1].ready("early")
-    (number,) = reports_of(member)
-    refused = PeerRefused(request=number, code=Code.BUSY, message="", retry_after_s=absurd)
-    world.feed(member, ev.PeerReply(stages[0].host.endpoint, refused))
-    timers = member.node.context.timers
-    assert member.node.context.now < timers.next_deadline() <= member.node.context.now + 3.0
-    assert not reports_of(member), "it is sent when its turn comes"

@@ -9,7 +9,7 @@ from kvxferd.client.session import RETRIED_ON_REREGISTER
 from kvxferd.core import events as ev
 from kvxferd.core.ranks.rank import MemberRank
 from kvxferd.errors import Code
-from kvxferd.ids import Generation, Incarnation
+from kvxferd.ids import Incarnation
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message
 from kvxferd.wire.peer import JoinRank, LeaveRank, RankPollingRequest, RankReady, RequestDone
@@ -83,12 +83,7 @@ def test_a_strangers_leave_rank_ends_nothing(world, stages, sink, secret):
     record = record_of(stages[0].host)
     ref = stages[0].publish("t1", IDS, TOKENS)
     leave = LeaveRank(
-        request=7,
-        boot=record.boot,
-        engine_id=KEY.engine_id,
-        generation="g1",
-        rank=SECOND,
-        secret=secret,
+        request=7, boot=record.boot, engine_id=KEY.engine_id, generation="g1", rank=SECOND, secret=secret
     )
     assert is_not_allowed(as_stranger(world, stages[0].host, leave))
     assert record_of(stages[0].host) is record
@@ -131,20 +126,6 @@ def test_an_answer_counts_from_the_member_that_was_asked_alone(world, stages, si
     assert requested.message.request not in home.node.peer_requests._open
 
 
-def test_a_members_daemon_that_restarts_has_its_rank_back(world, stages, sink):
-    """By its key at once; without keys once nothing was heard of its former self for a while."""
-    restarted = world.host("p1")
-    again = world.register(restarted, stages[1].spec)
-    assert bool(again.received(wk.Registered)) is bool(world.keys)
-    world.advance(2 * world.settings.silent_after_s)
-    assert again.received(wk.Registered)
-    assert not again.received(wk.Refused)
-    assert record_of(stages[0].host).boot == restarted.node.context.boot
-    ref = stages[0].publish("t1", IDS, TOKENS)
-    again.ready("t1")
-    assert sink.reads(ref)
-
-
 def test_a_rank_whose_daemon_fell_silent_is_not_another_keys(world, stages):
     """Without keys it is the newcomer's: its silence is all that shows that a daemon is dead."""
     record, home = record_of(stages[0].host), stages[0].host
@@ -166,27 +147,6 @@ def test_two_daemons_with_one_rank_by_mistake_do_not_take_it_from_each_other(wor
     if not world.keys:
         assert [refused.code for refused in late.received(wk.Refused)] == [Code.NOT_ALLOWED]
         assert record_of(stages[0].host).route == b"p1"
-
-
-def test_an_engine_that_starts_anew_is_joined_by_its_former_member_once_the_home_has_none_of_it(
-    world, stages
-):
-    spec = msgspec.structs.replace(stages[1].spec, generation=Generation("g2"))
-    again = world.register(stages[1].host, spec)
-    assert not again.received(wk.Registered)
-    for stage in stages:
-        stage.close()
-    world.advance(2 * world.settings.silent_after_s)
-    assert again.received(wk.Registered)
-
-
-def test_a_new_member_of_an_engine_that_starts_anew_waits_for_the_home(world, stages):
-    spec = msgspec.structs.replace(stages[1].spec, generation=Generation("g2"))
-    moved = world.register(world.host("p2"), spec)
-    assert not moved.inbox or not moved.received(wk.Refused)
-    world.register(stages[0].host, msgspec.structs.replace(stages[0].spec, generation=Generation("g2")))
-    world.advance(2 * world.settings.member_heartbeat_s)
-    assert moved.received(wk.Registered)
 
 
 @pytest.mark.parametrize("world", ["keys"], indirect=True)  # a secret is no proof: a restart makes another

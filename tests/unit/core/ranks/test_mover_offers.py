@@ -10,7 +10,7 @@ from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.mover import DevicePlacement, ReadWay
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of, spec_of
+from tests.support.simulation import Worker, World, mover_of, spec_of
 
 
 @pytest.fixture
@@ -49,20 +49,6 @@ def test_what_a_mover_says_of_memory_that_it_was_not_given_is_void(world, silent
     assert not silent.received(wk.Registered)
 
 
-def test_a_pull_waits_for_the_worker_to_watch_the_next_mover(world, source, silent):
-    acknowledge(silent, 1)
-    mover_of(silent).die()
-    ticket = silent.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    world.advance(1)
-    assert offers(silent) == [1, 2]
-    assert not mover_of(silent).is_bound
-    assert silent.ended(ticket) is None
-    acknowledge(silent, 2)
-    assert len(silent.received(wk.MoverChanged)) == 1
-    assert isinstance(silent.ended(ticket), wk.TicketDelivered)
-    assert silent.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
-
-
 def test_an_acknowledgement_that_comes_twice_or_too_late_says_nothing_new(world, silent):
     first = mover_of(silent)
     first.die()
@@ -95,15 +81,6 @@ def test_a_mover_that_is_not_acknowledged_is_replaced_and_then_the_session_ends(
     assert silent.host.node.next_deadline() is None
 
 
-def test_one_that_is_late_once_is_not_late_for_ever(world, silent):
-    for _ in range(2 * MAX_UNACKNOWLEDGED):
-        world.advance(OFFER_TIMEOUT_S + 1)
-        acknowledge(silent, offers(silent)[-1])
-        mover_of(silent).die()
-        world.advance(1)
-    assert silent.connected
-
-
 def test_a_pidfd_that_could_not_be_sent_is_sent_again(world):
     host = world.host("d")
     world.without_descriptors.add("d")
@@ -116,18 +93,6 @@ def test_a_pidfd_that_could_not_be_sent_is_sent_again(world):
     world.advance(OFFER_RETRY_S)
     assert offers(worker) == [1]
     assert len(worker.received(wk.Registered)) == 1
-
-
-def test_a_rank_is_suspended_while_its_mover_waits_to_be_acknowledged(world, silent):
-    acknowledge(silent, 1)
-    mover_of(silent).die()
-    world.advance(1)
-    silent.say(wk.Suspend())
-    assert len(silent.received(wk.Suspended)) == 1
-    acknowledge(silent, 2)
-    assert not [m for m in silent.host.movers.values() if m.alive and m.worker is silent]
-    world.advance(OFFER_TIMEOUT_S + 1)
-    assert silent.connected
 
 
 def test_a_mover_that_comes_once_its_rank_sleeps_gets_no_memory(world):

@@ -27,7 +27,7 @@ from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankReady, RequestDone
 from tests.support.low_limits import lower
 from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
-from tests.support.simulation import BLOCK_TOKENS, IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
+from tests.support.simulation import BLOCK_TOKENS, IDS, TOKENS, Host, Worker, World, spec_of
 
 
 @pytest.fixture(params=["keys", "secrets"])
@@ -64,6 +64,12 @@ def as_holder_of(world: World, home: Host, key: str, message: Message) -> Messag
     said = world.send_request(home, message, b"from " + key.encode(), key)
     (reply,) = [message for message in said if isinstance(message, RequestDone | PeerRefused)]
     return reply
+
+
+def leave_of(spec: EngineSpec, request: int) -> LeaveRank:
+    """A stranger's."""
+    names = {"engine_id": spec.engine_id, "generation": spec.generation, "rank": spec.rank}
+    return LeaveRank(request=request, boot=BootId("evil"), secret="another", **names)
 
 
 def changed(spec: EngineSpec, **changes: object) -> EngineSpec:
@@ -179,13 +185,6 @@ def test_recorded_ids_are_shown_with_their_users_and_how_long_they_are_kept(worl
     assert shown.num_kept_ranks == 1
     (shown,) = restarted(world, "p").node.snapshot().ownerships
     assert shown.expires_in_s == world.settings.ownership_s
-
-
-def test_ranks_that_are_kept_for_another_node_are_shown_too(world):
-    node = world.host("p").node
-    node.owners.restore([("spanning", "g1", 0, rank, "key:ab") for rank in (0, 1)])
-    (shown,) = node.snapshot().ownerships
-    assert (shown.engine_id, shown.uid, shown.num_kept_ranks) == ("spanning", None, 2)
 
 
 # --- who starts a generation
@@ -322,17 +321,6 @@ def test_an_operator_gives_a_rank_back_whose_node_is_silent_and_none_that_is_hea
     assert isinstance(as_stranger(world, home, join(stages[1].spec)), RequestDone)
 
 
-def test_a_member_that_leaves_after_the_homes_restart_keeps_its_rank_for_seconds(world):
-    stages = stages_of(world)
-    world.cut.add(("p1", "p0"))
-    home = restarted(world, "p0")
-    comes_back(world, stages[0], home)
-    stages[1].close()
-    world.cut.clear()
-    world.advance(2 * world.settings.resend_s + world.settings.member_silent_after_s)
-    assert home.node.owners.find(KEY, SECOND) is None
-
-
 def test_a_rank_that_has_left_is_its_daemons_for_seconds_and_an_earlier_join_of_it_is_late(world):
     stages = stages_of(world)
     home, member = stages[0].host, stages[1].host
@@ -380,56 +368,11 @@ def test_a_rank_of_this_node_is_kept_as_long_as_its_engine_is_its_users(world):
 def test_a_leave_of_nobody_does_not_make_a_rank_of_this_node_absent(world):
     stages = stages_of(world)
     home, spec = stages[0].host, stages[0].spec
-    leave = LeaveRank(
-        request=7,
-        boot="evil",
-        engine_id=spec.engine_id,
-        generation=spec.generation,
-        rank=spec.rank,
-        secret="another",
-    )
+    leave = leave_of(spec, request=7)
     assert isinstance(as_stranger(world, home, leave), RequestDone)
     assert home.node.owners.num_absent(KEY.engine_id) == 0
     world.advance(world.settings.ownership_s + 1)
     assert home.node.owners.find(KEY, spec.rank).owner == user_owner(0)
-
-
-def test_a_new_start_at_home_ends_what_is_kept_of_the_former(world):
-    stages = stages_of(world)
-    del world.hosts["p1"]
-    home = restarted(world, "p0")
-    anew = changed(stages[0].spec, generation=Generation("g2"))
-    assert world.register(home, anew).received(wk.Registered)
-    assert not home.node.owners.num_absent(KEY.engine_id)
-    moved = world.register(world.host("p2"), second(anew))
-    assert moved.received(wk.Registered)
-
-
-def test_bytes_go_on_after_the_homes_restart(world):
-    stages = stages_of(world)
-    home = restarted(world, "p0")
-    as_stranger(world, home, join(changed(stages[0].spec, generation=Generation("g2"))))
-    first = comes_back(world, stages[0], home)
-    world.advance(2 * world.settings.member_heartbeat_s)
-    for stage in (first, stages[1]):
-        stage.fill(IDS, TOKENS, seed=1)
-    sink = world.engine(world.host("d"), "decode", layers=4)[0]
-    ref = first.publish("t1", IDS, TOKENS)
-    stages[1].ready("t1")
-    assert sink.reads(ref)
-    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
-
-
-def test_a_peer_whose_key_was_taken_away_loses_its_ranks_to_the_operator(world):
-    """It sends no heartbeat any more, and that is what `disown` asks."""
-    home = world.host("p0")
-    spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
-    assert isinstance(as_stranger(world, home, join(second(spec))), RequestDone)
-    assert world.register(home, spec).received(wk.Registered)
-    world.advance(world.settings.member_silent_after_s + 1)
-    world.feed(home, ev.DisownRequested(KEY.engine_id))
-    late = world.register(world.host("p1"), second(spec))
-    assert late.received(wk.Registered)
 
 
 # --- which generation of an engine is the newest does not depend on which rank connects again first
@@ -490,22 +433,6 @@ OLD, NEW = EngineKey("e", "g1"), EngineKey("e", "g2")
 KEPT_S, SHORT_S = Settings().ownership_s, Settings().member_silent_after_s
 
 
-def test_a_rank_that_is_back_is_kept_anew_and_one_that_is_away_no_longer_than_once():
-    kept = owners()
-    kept.set_present(OLD, FIRST, USER)
-    for _ in range(2):
-        kept.rank_gone(OLD, FIRST)
-        advance(kept, KEPT_S - 1)
-        kept.set_present(OLD, FIRST, USER)
-    advance(kept, 2 * KEPT_S)
-    assert kept.find(OLD, FIRST)
-    kept.rank_gone(OLD, FIRST)
-    advance(kept, KEPT_S - 1)
-    kept.rank_gone(OLD, FIRST)  # it was registered again, and never readable
-    advance(kept, 2)
-    assert kept.find(OLD, FIRST) is None
-
-
 def test_a_repeated_leave_keeps_nothing_for_longer_and_the_last_request_counts():
     kept = owners()
     kept.set_present(OLD, FIRST, A)
@@ -548,22 +475,6 @@ def test_an_engine_waits_for_its_workers_and_daemons():
 # --- limits
 
 
-def test_the_limit_of_a_user_costs_it_its_own_oldest_absent_rank(monkeypatch):
-    monkeypatch.setattr(core_owners, "MAX_ROWS_OF_USER", 3)
-    kept = owners()
-    kept.set_present(key_of(9), FIRST, B)
-    for number in range(4):
-        kept.set_present(key_of(number), FIRST, USER)
-        if number:
-            kept.rank_gone(key_of(number), FIRST)
-    assert [row and row.owner for row in map(kept.find, map(key_of, (9, 0, 1, 2, 3)), [FIRST] * 5)] == [
-        B, USER, None, USER, USER,
-    ]  # fmt: skip
-    for number in (2, 3, 5):
-        kept.set_present(key_of(number), FIRST, USER)
-    assert not kept.find(key_of(5), FIRST)  # all are present: what is more is not kept
-
-
 def test_the_nodes_limit_leaves_room_for_an_owner_that_has_little(monkeypatch):
     """However many secrets a daemon without a key names, they count as one owner's."""
     lower(monkeypatch, OWNED_RANKS, 16)
@@ -574,18 +485,6 @@ def test_the_nodes_limit_leaves_room_for_an_owner_that_has_little(monkeypatch):
     kept.set_present(key_of(31), FIRST, USER)
     kept.set_present(key_of(32), FIRST, A)
     assert [of for of, *_ in kept.saved_ranks()][14:] == ["e30", "e32"]
-
-
-def test_nothing_is_left_of_ranks_that_are_forgotten():
-    kept = owners()
-    for number, owner in enumerate((A, B, USER, daemon_owner("", "hush"), A)):
-        for _ in range(2):
-            kept.set_present(key_of(number), FIRST, owner)
-            kept.rank_gone(key_of(number), FIRST)
-    assert "hush" not in str(kept.saved_ranks())
-    while kept._context.timers.run_next(1e9):
-        pass
-    assert not any((kept._rows, kept._absent, kept._share.held, kept.saved_ranks(), kept.snapshot()))
 
 
 def test_the_oldest_generations_and_engines_are_forgotten(monkeypatch):
@@ -625,14 +524,7 @@ def test_joined_ranks_are_bounded_by_key_and_in_all():
     replies = [as_holder_of(world, home, key, joins(n)) for n, key in ((15, "0b"), (16, "0c"), (17, "0d"))]
     assert [getattr(a, "code", None) for a in replies] == [None, None, Code.BUSY]
     assert isinstance(as_holder_of(world, home, "0a", joins(0)), RequestDone)  # said again: no more
-    leave = LeaveRank(
-        request=9,
-        boot="evil",
-        engine_id="e16",
-        generation="g1",
-        rank=FIRST,
-        secret="another",
-    )
+    leave = leave_of(spec_of("e16"), request=9)
     home.node.feed(ev.PeerRequest(b"from 0c", leave, "0c"), world.now)
     assert isinstance(as_holder_of(world, home, "0d", joins(17)), RequestDone)
     outline = PEER_OUTLINES.decode(encode(joins(18)))
@@ -688,28 +580,6 @@ def test_a_member_that_found_its_home_busy_asks_again(world):
     stages[1].close()
     world.advance(RETRY_LATER_S + 1)
     assert other.received(wk.Registered)
-
-
-def test_what_a_member_says_of_ended_transfers_leaves_nothing_behind(world):
-    """Each question's number was kept for 240 s."""
-    stages = stages_of(world)
-    home, member = stages[0].host, stages[1].host
-    stages[0].publish("t1", IDS, TOKENS)
-    stages[0].say(wk.Unpublish(transfer_id="t1"))
-    num_timers = len(home.node.context.timers._live)
-    for number in range(500):
-        ready = RankReady(
-            request=1000 + number,
-            engine_id=KEY.engine_id,
-            generation="g1",
-            rank=SECOND,
-            transfer_id="t1",
-            incarnation="first",
-            secret=member.node.member._secret,
-        )
-        world.feed(home, ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")))
-    assert len(home.node.context.timers._live) == num_timers
-    assert not list(home.node.published.announced)
 
 
 def test_open_questions_follow_a_member_without_being_sent_at_once(world):

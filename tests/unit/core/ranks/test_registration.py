@@ -29,12 +29,6 @@ def refusal(worker) -> wk.Refused:
     return refused
 
 
-def test_a_registration_is_answered_once_its_memory_is_mapped(world):
-    host = world.host("p")
-    worker = world.register(host, spec_of("e"))
-    assert worker.received(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
-
-
 def test_two_workers_that_claim_one_rank(world):
     host = world.host("p")
     first = world.register(host, spec_of("e"))
@@ -120,18 +114,6 @@ def test_strides_that_reach_outside_the_region(world):
     assert refusal(other).code is Code.LAYOUT_INVALID
 
 
-def test_regions_other_than_the_layouts(world):
-    worker = world.connect(world.host("p"))
-    spec = spec_of("e")
-    layout = attention_layout(
-        spec=spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8, layout="HND"
-    )
-    region = layout.regions[0]
-    export = wk.RegionExport(region.region, region.size_bytes - 1, 0)
-    worker.say(wk.Register(request=1, engine=spec, layout=layout, regions=(export,), incarnation="i"))
-    assert refusal(worker).code is Code.REGION_INVALID
-
-
 def test_what_the_shell_finds_wrong_with_the_descriptors_is_said(world):
     worker = world.connect(world.host("p"))
     spec = spec_of("e")
@@ -149,8 +131,15 @@ def test_what_the_shell_finds_wrong_with_the_descriptors_is_said(world):
 def test_stages_with_a_gap_are_refused_when_the_engine_would_be_complete(world):
     host = world.host("p")
     spec = spec_of("e", pp=2, layers=4)
-    world.register(host, spec, start_layer=0, end_layer=1)
-    last = world.register(host, msgspec.structs.replace(spec, pp_rank=1), start_layer=2, end_layer=4)
+    first, last = world.connect(host), world.connect(host)
+    for worker, pp_rank, num_layers in ((first, 0, 1), (last, 1, 2)):
+        worker.spec = msgspec.structs.replace(spec, pp_rank=pp_rank)
+        model = world.register(world.host(f"model-{pp_rank}"), worker.spec)
+        tensors = tuple(t for t in model.layout.tensors if t.layer < 2 * pp_rank + num_layers)
+        worker.layout = msgspec.structs.replace(
+            model.layout, end_layer=2 * pp_rank + num_layers, tensors=tensors
+        )
+        world.register_again(worker)
     assert refusal(last).code is Code.LAYERS_MISSING
 
 
@@ -163,19 +152,6 @@ def test_without_movers_the_registration_is_refused_and_the_session_lives(world)
     host.give_movers = True
     world.register_again(worker)
     assert worker.received(wk.Registered)
-
-
-def test_a_frame_before_hello_costs_the_connection_and_nobody_elses(world):
-    host = world.host("p")
-    neighbour = world.register(host, spec_of("e"))
-    stranger = world.connect(host)
-    fresh = type(stranger)(world, host, 999)
-    host.workers[999] = fresh
-    world.feed(host, ev.WorkerConnected(999, 1, 0))
-    fresh.ready("t")
-    assert [m.code for m in fresh.received(wk.Farewell)] == [Code.OUT_OF_PLACE]
-    assert 999 not in host.node.sessions
-    assert neighbour.connected
 
 
 def test_a_client_of_another_version_is_told_which_are_spoken(world):
@@ -211,24 +187,10 @@ def test_one_id_published_twice_is_refused_and_the_first_lives(world):
     assert not worker.received(wk.Released)
 
 
-def test_when_a_worker_goes_its_mover_is_killed_and_its_engine_forgotten(world):
-    host = world.host("p")
-    worker = world.register(host, spec_of("e"))
-    worker.close()
-    assert not [m for m in host.movers.values() if m.alive]
-    assert host.node.snapshot().engines == ()
-
-
 @pytest.mark.parametrize("home", ["nonsense", "ipc:///tmp/x", "tcp://*:1", "tcp://p0"])
 def test_a_home_that_is_no_endpoint(world, home):
     worker = world.register(world.host("p"), spec_of("e", home=home))
     assert refusal(worker).code is Code.ENDPOINT_INVALID
-
-
-def test_a_home_in_another_spelling_is_the_same(world):
-    host = world.host("p")
-    worker = world.register(host, spec_of("e", home="tcp://P:9441"))
-    assert worker.received(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
 
 
 def test_a_mover_that_binds_while_its_rank_is_suspended_changes_nothing(world):
@@ -244,49 +206,6 @@ def test_a_mover_that_binds_while_its_rank_is_suspended_changes_nothing(world):
     assert worker.received(wk.Suspended)
     worker.resume()
     assert [m.request for m in worker.received(wk.Registered)] == [1, 2]
-
-
-def test_a_refusal_to_bind_of_a_mover_that_is_the_ranks_no_more(world):
-    host = world.host("p")
-    worker = world.register(host, spec_of("e"))
-    (old,) = host.movers.values()
-    host.node.feed(ev.WorkerMessage(worker.session, wk.Suspend()), world.now)
-    world.feed(host, ev.MoverMessage(old.mover, mv.BindRefused(code=Code.INTERNAL, message="no")))
-    assert not worker.received(wk.Farewell)
-    old.die()
-    worker.resume()
-    assert len(worker.received(wk.Registered)) == 2
-
-
-@pytest.mark.parametrize("is_bound", [False, True])
-def test_a_rank_whose_resume_is_refused_may_be_resumed_again(world, is_bound):
-    host = world.host("p")
-    worker = world.register(host, spec_of("e"))
-    (mover,) = host.movers.values()
-    worker.say(wk.Suspend())
-    assert worker.received(wk.Suspended)
-    assert not mover.alive
-    for number in range(2):
-        message = wk.Resume(request=2 + number, regions=worker.exports(), incarnation=f"n{number}")
-        effects = host.node.feed(ev.WorkerMessage(worker.session, message), world.now)
-        (fork,) = [e for e in effects if isinstance(e, fx.ForkMover)]
-        refusal = Refusal(Code.MOVER_LOST, "no mover")
-        if is_bound:
-            up = mv.MoverUp(agent=fork.agent, library="nixl", pid=1)
-            host.node.feed(ev.MoverMessage(fork.mover, up), world.now)
-            acknowledged = wk.MoverAcknowledged(number=2 + number)
-            host.node.feed(ev.WorkerMessage(worker.session, acknowledged), world.now)
-            refused = mv.BindRefused(code=refusal.code, message=refusal.message)
-            effects = host.node.feed(ev.MoverMessage(fork.mover, refused), world.now)
-            assert [e.mover for e in effects if isinstance(e, fx.KillMover)] == [fork.mover]
-            effects = host.node.feed(ev.MoverDied(fork.mover), world.now)
-        else:
-            effects = host.node.feed(ev.MoverNotStarted(fork.mover, refusal), world.now)
-        replies = [e.message for e in effects if isinstance(e, fx.SendToWorker)]
-        assert [(r.request, r.code) for r in replies] == [(2 + number, Code.MOVER_LOST)]
-        host.node.check_integrity()
-    worker.resume("last", request=4)
-    assert [m.request for m in worker.received(wk.Registered)] == [1, 4]
 
 
 def test_memory_is_not_resumed_while_a_mover_of_the_refused_resume_lives(world, monkeypatch):
@@ -372,12 +291,6 @@ def test_parts_without_end_cost_the_connection(world, group):
     assert neighbour.connected
 
 
-def test_nothing_is_put_together_before_a_registration(world):
-    worker = world.connect(world.host("p"))
-    worker.say(BlockIds(stream=1, group="full", offset=0, ids=b"\0" * 4))
-    assert [m.code for m in worker.received(wk.Farewell)] == [Code.OUT_OF_PLACE]
-
-
 def test_what_arrives_in_parts_has_a_share_of_each_user(monkeypatch):
     """A request past it is refused, and its session lives."""
     lower(monkeypatch, ARRIVING_ID_BYTES, 16 << 20)
@@ -424,24 +337,6 @@ def test_all_that_arrives_of_users_without_a_rank_is_one_request(world):
     assert host.node.sessions[rank.session].assembly.num_bytes == 10 << 20
 
 
-def test_what_a_session_had_put_together_is_given_back_when_it_ends(world):
-    host = world.host("p")
-    worker = world.register(host, spec_of("e"))
-    worker.say(BlockIds(stream=1, group="full", offset=0, ids=bytes(1 << 20)))
-    assert host.node.context.ledger[ARRIVING_ID_BYTES].held == 1 << 20
-    worker.close()
-    assert host.node.context.ledger[ARRIVING_ID_BYTES].held == 0
-
-
-def test_a_list_as_long_as_may_be_can_be_sent_again():
-    assembly, part = BlockIdAssembly(), bytes(1 << 20)
-    for _ in range(2):  # the message that completes it was lost the first time
-        for number in range(MAX_REQUEST_IDS_BYTES >> 20):
-            assembly.add(BlockIds(stream=1, group="full", offset=number << 20, ids=part))
-    whole = assembly.complete({"full": PackedBlocks(b"")}, 1)
-    assert len(whole["full"].ids) == MAX_REQUEST_IDS_BYTES
-
-
 @pytest.mark.parametrize(
     ("engine_id", "generation"), [("e" * 257, "g"), ("e", "g" * 257), ("", "g"), ("", "")]
 )
@@ -452,3 +347,12 @@ def test_an_attach_with_a_name_that_is_no_name_is_refused_and_keeps_nothing(worl
     assert worker.host.node.sessions[worker.session].attached is None
     worker.say(wk.Attach(request=4, engine_id="e" * 256, generation="g" * 256))
     assert [m.request for m in worker.received(wk.Registered)] == [4]
+
+
+def test_a_list_as_long_as_may_be_can_be_sent_again():
+    assembly, part = BlockIdAssembly(), bytes(1 << 20)
+    for _ in range(2):  # the message that completes it was lost the first time
+        for number in range(MAX_REQUEST_IDS_BYTES >> 20):
+            assembly.add(BlockIds(stream=1, group="full", offset=number << 20, ids=part))
+    whole = assembly.complete({"full": PackedBlocks(b"")}, 1)
+    assert len(whole["full"].ids) == MAX_REQUEST_IDS_BYTES

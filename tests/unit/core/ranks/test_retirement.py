@@ -9,7 +9,6 @@ import pytest
 
 from kvxferd.core import events as ev
 from kvxferd.core.ranks.movers import RETIRED_S
-from kvxferd.core.sink.held_grant import GrantState
 from kvxferd.core.sink.pulls import LAST_WORD_S, MAX_MOVERS_LOST
 from kvxferd.core.sink.stalled_sources import MAX_SOURCES, MAX_STALLS, REFUSED_S, WINDOW_S, SourceBreaker
 from kvxferd.errors import Code, EngineError
@@ -84,16 +83,6 @@ def test_what_does_not_end_in_time_is_read_again_by_the_next_mover(world, source
     assert sorted(m.why for m in source.received(wk.Released)) == [Code.COMPLETED] * 2
 
 
-def test_a_mover_that_dies_for_any_reason_costs_its_pulls_nothing(world, source, sink):
-    mover = mover_of(sink)
-    mover.hold = True
-    tickets = [sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS) for n in range(3)]
-    mover.die()
-    world.advance(1)
-    assert [type(sink.ended(ticket)) for ticket in tickets] == [wk.TicketDelivered] * 3
-    assert {r.retried for r in sink.host.records if hasattr(r, "retried")} == {True}
-
-
 def test_a_pull_that_ends_every_mover_fails_after_some(world, source, sink):
     ticket = None
     for _ in range(MAX_MOVERS_LOST + 1):
@@ -112,15 +101,6 @@ def test_a_pull_that_ends_every_mover_fails_after_some(world, source, sink):
     assert (failed.code, failed.safe_to_reuse) == (Code.MOVER_LOST, True)
 
 
-def test_a_pull_whose_time_is_up_is_not_read_again(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
-    world.advance(2.9)
-    mover_of(sink).die()
-    assert sink.ended(ticket).code is Code.MOVER_LOST
-    assert sink.ended(ticket).safe_to_reuse
-
-
 def test_a_pull_that_waits_for_the_next_mover_fails_safely_at_its_deadline(world, source, sink):
     mover_of(sink).hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
@@ -128,14 +108,6 @@ def test_a_pull_that_waits_for_the_next_mover_fails_safely_at_its_deadline(world
     mover_of(sink).die()
     world.advance(3.1)
     assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.DEADLINE, True)
-
-
-def test_a_suspended_ranks_pulls_are_not_read_again(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=30)
-    sink.say(wk.Suspend())
-    assert sink.ended(ticket).safe_to_reuse
-    assert sink.received(wk.Suspended)
 
 
 def test_a_read_that_fails_while_its_rank_is_suspended_is_not_read_again(world, source, sink):
@@ -160,15 +132,6 @@ def test_suspend_ends_a_retired_mover_too(world, source, sink):
     assert not live_movers(sink)
 
 
-def test_a_worker_that_goes_takes_its_retired_mover_along(world, source, sink):
-    stall(world, source, sink)
-    sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
-    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s)
-    sink.close()
-    world.settle()
-    assert not live_movers(sink)
-
-
 def test_whoever_reads_from_a_retired_mover_goes_on(world, source, sink):
     """A rank is a source too: its readers hold the old agent's name."""
     reader = world.engine(world.host("r"), "reader")[0]
@@ -185,31 +148,6 @@ def test_whoever_reads_from_a_retired_mover_goes_on(world, source, sink):
     world.advance(world.settings.polling_linger_s + 0.1)
     assert not old.alive
     assert len(sink.received(wk.TicketQuiesced)) == 1
-
-
-def test_a_reader_that_is_too_slow_reads_again_through_the_next_mover(world, source, sink):
-    reader = world.engine(world.host("r"), "reader")[0]
-    sink.fill(OTHER_IDS, TOKENS, seed=9)
-    mover_of(reader).hold = True
-    reading = reader.pull(sink.publish("s1", OTHER_IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=60)
-    retire(world, source, sink)
-    world.advance(RETIRED_S + 0.1)
-    mover_of(reader).hold = False
-    mover_of(reader).copy()  # from an agent that is gone
-    assert isinstance(reader.ended(reading), wk.TicketDelivered)
-    assert reader.num_wrong(SINK_IDS, TOKENS, seed=9) == 0
-
-
-def test_a_rank_has_one_retired_mover_at_most(world, source, sink):
-    first = mover_of(sink)
-    stall(world, source, sink)
-    kept = sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
-    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s)
-    retire(world, source, sink)
-    assert not first.alive
-    assert len(live_movers(sink)) <= 2
-    world.advance(RETIRED_S + 0.1)
-    assert isinstance(sink.ended(kept), wk.TicketDelivered)
 
 
 def test_where_no_second_mover_can_be_bound_the_retired_one_ends_at_once(world, source, sink):
@@ -295,24 +233,6 @@ def test_an_answer_has_as_many_tickets_as_pulls_may_run(world, sink, name):
     assert "1024 pulls may run" in sink.received(wk.Farewell)[0].message
 
 
-@by_mover
-def test_a_grant_that_ended_while_its_pull_waited_is_asked_for_anew(world, source, sink):
-    requested: list[tuple[int, tuple[int, ...]]] = []
-    reply = sink.resume_pulls
-    sink.resume_pulls = lambda number, tickets: requested.append((number, tickets))
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=600)
-    mover_of(sink).die()
-    source.say(wk.Unpublish(transfer_id="t1"))
-    world.advance(world.settings.lease_s)
-    (pull,) = sink.host.node.pulls.running()
-    assert pull.held_grant.state is GrantState.LAPSED
-    reply(*requested[0])
-    world.advance(1)
-    failed = sink.ended(ticket)
-    assert (failed.code, failed.safe_to_reuse) == (Code.RELEASED, True)
-
-
 def test_a_grant_that_ended_before_the_next_mover_came_is_asked_for_anew(world, source, sink):
     mover_of(sink).hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=600)
@@ -344,20 +264,6 @@ def test_a_source_that_stalls_again_and_again_is_refused_for_a_while(world, sour
     world.advance(refused.retry_after_s + 0.1)
     again = sink.pull(source.publish("t10", IDS, TOKENS), SINK_IDS, TOKENS)
     assert isinstance(sink.ended(again), wk.TicketDelivered)
-
-
-def test_short_deadlines_are_no_stalls(world, source, sink):
-    """A reader that gives no time speaks of itself."""
-    mover = mover_of(sink)
-    for _ in range(3 * MAX_STALLS):
-        mover.hold = True
-        ref = source.publish(f"t{len(source.inbox)}-{mover.mover}-{world.now}", IDS, TOKENS)
-        sink.pull(ref, SINK_IDS, TOKENS, deadline_s=0.1)
-        world.advance(0.2)
-        finish(mover)
-    mover.hold = False
-    ticket = sink.pull(source.publish("last", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_one_failure_of_a_source_that_many_ranks_read_counts_once(world):
@@ -403,21 +309,6 @@ def test_a_bind_that_is_refused_without_a_retired_mover_ends_the_rank(world):
     assert [m.code for m in worker.received(wk.Farewell)] == [Code.DEVICE_ERROR]
 
 
-def test_a_member_rank_stays_joined_while_its_mover_is_retired(world):
-    home, member = world.host("home"), world.host("member")
-    spec = spec_of("decode", pp=2, home=home.endpoint)
-    world.register(home, spec)
-    second = world.register(member, msgspec.structs.replace(spec, pp_rank=1))
-    world.advance(5)
-    engine = next(iter(home.node.registry))
-    assert not engine.missing()
-    member.node.movers.retire(mover_of(second).mover)
-    world.feed(member, ev.Tick())
-    world.settle()
-    assert not engine.missing()
-    assert engine.ranks[(1, 0)].agent == mover_of(second).agent
-
-
 def test_a_home_knows_that_a_rank_sleeps_whose_mover_was_retired(world, monkeypatch):
     home, member = world.host("home"), world.host("member")
     spec = spec_of("decode", pp=2, home=home.endpoint)
@@ -436,14 +327,16 @@ def test_a_home_knows_that_a_rank_sleeps_whose_mover_was_retired(world, monkeypa
     assert engine.missing() == [second.spec.rank]
 
 
-def test_a_retired_mover_is_counted_until_it_is_gone(world, source, sink):
-    old = mover_of(sink)
-    stall(world, source, sink)
-    running = sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
-    assert sink.host.node.snapshot().num_retired_movers == 0
-    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s + 0.5)
-    assert sink.host.node.snapshot().num_retired_movers == 1
-    finish(old)
-    assert sink.ended(running)
-    world.advance(RETIRED_S)
-    assert sink.host.node.snapshot().num_retired_movers == 0
+def test_a_member_rank_stays_joined_while_its_mover_is_retired(world):
+    home, member = world.host("home"), world.host("member")
+    spec = spec_of("decode", pp=2, home=home.endpoint)
+    world.register(home, spec)
+    second = world.register(member, msgspec.structs.replace(spec, pp_rank=1))
+    world.advance(5)
+    engine = next(iter(home.node.registry))
+    assert not engine.missing()
+    member.node.movers.retire(mover_of(second).mover)
+    world.feed(member, ev.Tick())
+    world.settle()
+    assert not engine.missing()
+    assert engine.ranks[(1, 0)].agent == mover_of(second).agent

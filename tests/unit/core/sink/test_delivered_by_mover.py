@@ -91,16 +91,3 @@ def test_what_the_engine_was_told_has_failed_is_not_acknowledged(
     sink.close()
     world.advance(60)
     assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
-
-
-def test_a_word_that_comes_after_the_deadline_gives_the_blocks_back(
-    world: World, source: Worker, sink: Worker
-) -> None:
-    mover = mover_of(sink)
-    mover.hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
-    world.advance(3.1)
-    assert isinstance(sink.ended(ticket), wk.TicketFailed)
-    mover.copy()
-    mover.finish()
-    assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=Ticket(ticket))]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvxferd.core import Settings
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import MakePlan
-from kvxferd.core.limits.fair_share import RESERVE_DIVISOR, SMALL_DIVISOR
+from kvxferd.core.limits.ledger import RESERVE_DIVISOR, SMALL_DIVISOR
 from kvxferd.core.limits.table import PLAN_BYTES
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.ranks.registry import LocalRank
@@ -109,15 +109,6 @@ def test_ranks_with_equal_layouts_share_a_plan() -> None:
     assert plan_bytes(first.reads.plan) == node.share.held == node.share.held_by(0) == SIZE
 
 
-def test_grants_that_wait_for_one_plan_have_it_made_once() -> None:
-    node, remote = Node(32), source(0)
-    grants = [node.grant(remote, uid) for uid in range(3)]
-    assert [node.find(grant, remote) for grant in grants] == [None] * 3
-    (job,) = node.jobs()
-    assert node.plans.plan_made(job, job.make()) == grants
-    assert len({id(node.find(grant, remote)) for grant in grants}) == 1
-
-
 def test_the_longest_unused_plan_of_a_user_is_evicted_first() -> None:
     node = Node(8)
     assert [node.use(number) for number in range(7)] == 7 * [False]
@@ -204,38 +195,18 @@ def test_a_refusal_names_its_own_engine() -> None:
 
 
 def test_refusals_are_kept_up_to_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By number, and by the characters of their texts; the longest unused go first."""
-    with pytest.raises(PlanError) as caught:
-        Node(32).read(0, layers=3)
-    for limit, least in (("MAX_REFUSALS", 4), ("MAX_REFUSAL_CHARS", 4 * len(str(caught.value)))):
-        with monkeypatch.context() as patched:
-            patched.setattr(core_plans, limit, least)
-            node = Node(32)
-            for number in range(10):
-                with pytest.raises(PlanError):
-                    node.read(number, layers=3)
-            assert node.num_planned == 10
-            for number in (9, 8, 7, 6, 5):
-                assert node.num_planned == 10
-                with pytest.raises(PlanError):
-                    node.read(number, layers=3)
-            assert node.num_planned == 11
-
-
-def test_a_refusal_that_many_waited_for_takes_no_room_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    node, others = Node(32), source(1, layers=3)
-    with pytest.raises(PlanError) as caught:
-        node.read(0, layers=3)
-    monkeypatch.setattr(core_plans, "MAX_REFUSAL_CHARS", 2 * len(str(caught.value)))
-    grants = [node.grant(others) for _ in range(5)]
-    for grant in grants:
-        node.find(grant, others)
-    (job,) = node.jobs()
-    node.plans.plan_made(job, outcome_of(job))
-    for number in (0, 1):
+    """The longest unused go first."""
+    monkeypatch.setattr(core_plans, "MAX_REFUSALS", 4)
+    node = Node(32)
+    for number in range(10):
         with pytest.raises(PlanError):
             node.read(number, layers=3)
-    assert node.num_planned == 1
+    assert node.num_planned == 10
+    for number in (9, 8, 7, 6, 5):
+        assert node.num_planned == 10
+        with pytest.raises(PlanError):
+            node.read(number, layers=3)
+    assert node.num_planned == 11
 
 
 USERS = range(3)

@@ -29,7 +29,7 @@ SEED = 1
 @pytest.fixture(autouse=True)
 def read_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every block for worth a read of its own."""
-    monkeypatch.setattr("kvxferd.core.sink.needs.MIN_PIECE_BYTES", 1)
+    monkeypatch.setattr("kvxferd.core.sink.pull.MIN_PIECE_BYTES", 1)
 
 
 @pytest.fixture
@@ -76,12 +76,7 @@ def pull(sink: Worker, ref: TransferRef, deadline_s: float = 30.0, first: int = 
     ticket = next(sink.tickets)
     blocks = {"full": PackedBlocks(pack_ids(SINK_IDS[first // BLOCK_TOKENS :]), first)}
     request = wk.PullRequest(
-        ticket=ticket,
-        ref=ref,
-        blocks=blocks,
-        num_tokens=TOKENS,
-        deadline_s=deadline_s,
-        progressive=True,
+        ticket=ticket, ref=ref, blocks=blocks, num_tokens=TOKENS, deadline_s=deadline_s, progressive=True
     )
     sink.say(msgspec.structs.replace(request, **more))
     return ticket
@@ -128,13 +123,6 @@ def test_the_reader_may_come_before_the_transfer(world, source, sink):
     assert progress_of(sink) == [8]
     extend(source, 8, TOKENS)
     check_delivered(sink, ticket)
-
-
-def test_a_reader_of_another_nonce_gets_nothing(world, source, sink):
-    ref = publish(source, ready=8)
-    ticket = pull(sink, msgspec.structs.replace(ref, nonce="m" * 32))
-    assert sink.ended(ticket).code is Code.NONCE_WRONG
-    assert progress_of(sink) == []
 
 
 def test_an_ordinary_pull_waits_for_the_whole(world, source, sink):
@@ -227,25 +215,6 @@ def test_no_reader_gets_what_one_rank_has_not_written(world, sink):
         write(rank, TOKENS)
         rank.ready("t1")
     check_delivered(sink, ticket)
-
-
-def test_a_rank_may_report_before_the_publish(world, sink):
-    ranks = world.engine(world.host("p"), "prefill", tp=2)
-    for rank in ranks:
-        write(rank, 8)
-    ranks[1].ready("t1", 8)
-    ticket = pull(sink, ranks[0].publish("t1", SOURCE_IDS, TOKENS, ready_tokens=8))
-    assert progress_of(sink) == [8]
-    assert sink.ended(ticket) is None
-
-
-def test_a_late_report_before_the_publish_takes_nothing_back(world, sink):
-    ranks = world.engine(world.host("p"), "prefill", tp=2)
-    for rank in ranks:
-        write(rank, TOKENS)
-    ranks[1].ready("t1")
-    ranks[1].ready("t1", 8)
-    check_delivered(sink, pull(sink, ranks[0].publish("t1", SOURCE_IDS, TOKENS)))
 
 
 def test_late_reports_take_nothing_back(world, source, sink):
@@ -380,55 +349,12 @@ def test_extensions_of_nothing_change_nothing(world, source, sink):
     check_delivered(sink, ticket)
 
 
-def test_an_extension_renews_the_lease(world, source, sink):
-    publish(source, ready=4, lease_s=3.0)
-    for ready in (8, 12, 16):
-        world.advance(2)
-        extend(source, ready - 4, ready)
-    assert not source.received(wk.Released)
-    world.advance(3.1)
-    assert source.received(wk.Released)[0].why is Code.LEASE_EXPIRED
-
-
-def test_a_cancel_between_pieces_is_over_at_once(world, source, sink):
-    ticket = pull(sink, publish(source, ready=8))
-    sink.say(wk.Cancel(ticket=ticket))
-    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.CANCELLED, True)
-    extend(source, 8, TOKENS)
-    world.advance(1)
-    assert sink.host.node.is_idle
-
-
-def test_a_cancel_while_a_piece_is_read_ends_when_that_is_over(world, source, sink):
-    mover = mover_of(sink)
-    mover.hold = True
-    ticket = pull(sink, publish(source, ready=8))
-    mover.copy()
-    sink.say(wk.Cancel(ticket=ticket))
-    assert sink.ended(ticket) is None
-    mover.finish()
-    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.CANCELLED, True)
-    world.advance(1)
-    assert sink.host.node.is_idle or not pieces_of(mover)
-
-
 def test_what_is_published_with_all_tokens_ready_is_whole_once_its_rank_says_so(world, source, sink):
     """States, which no token counts, may come behind the tokens."""
     ticket = sink.pull(publish(source, ready=TOKENS), SINK_IDS, TOKENS)
     assert sink.ended(ticket) is None
     source.ready("t1")
     check_delivered(sink, ticket)
-
-
-def test_a_piece_that_is_late_is_in_doubt_until_its_mover_says_so(world, source, sink):
-    mover = mover_of(sink)
-    mover.hold = True
-    ticket = pull(sink, publish(source, ready=8), deadline_s=2.0)
-    world.advance(2.1)
-    assert not sink.ended(ticket).safe_to_reuse
-    mover.copy()
-    mover.finish()
-    assert [m.ticket for m in sink.received(wk.TicketQuiesced)] == [ticket]
 
 
 def test_a_piece_that_is_there_at_the_deadline_is_the_last_that_is_read(world, source, sink):
@@ -462,18 +388,6 @@ def test_what_became_ready_while_a_piece_was_read_is_read_at_once(world, source,
     check_delivered(sink, ticket)
 
 
-def test_a_mover_that_dies_with_the_first_piece_is_followed_by_another(world, source, sink):
-    """The question for what comes behind that piece is open, and the piece does not wait for it."""
-    mover = mover_of(sink)
-    mover.hold = True
-    ticket = pull(sink, publish(source, ready=8))
-    mover.die()
-    world.advance(1)
-    assert progress_of(sink) == [8]
-    extend(source, 8, TOKENS)
-    check_delivered(sink, ticket)
-
-
 def test_a_mover_that_dies_with_a_piece_leaves_those_before(world, source, sink):
     ticket = pull(sink, publish(source, ready=8))
     mover = mover_of(sink)
@@ -486,14 +400,6 @@ def test_a_mover_that_dies_with_a_piece_leaves_those_before(world, source, sink)
     check_delivered(sink, ticket)
 
 
-def test_a_rank_that_sleeps_between_pieces_reads_no_more(world, source, sink):
-    ticket = pull(sink, publish(source, ready=8))
-    sink.say(wk.Suspend())
-    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.SUSPENDED, True)
-    extend(source, 8, TOKENS)
-    assert progress_of(sink) == [8]
-
-
 def test_a_piece_that_is_there_while_its_rank_is_suspended_is_the_last(world, source, sink):
     mover = mover_of(sink)
     mover.hold = True
@@ -504,12 +410,6 @@ def test_a_piece_that_is_there_while_its_rank_is_suspended_is_the_last(world, so
     assert sink.received(wk.Suspended)
     assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.SUSPENDED, True)
     assert not sink.host.node.pulls.running()
-
-
-def test_a_source_that_sleeps_ends_the_pull(world, source, sink):
-    ticket = pull(sink, publish(source, ready=8))
-    source.say(wk.Suspend())
-    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.RELEASED, True)
 
 
 def test_a_source_whose_mover_is_replaced_is_read_on_through_the_new_one(world, source, sink):
@@ -537,20 +437,6 @@ def test_pieces_of_an_earlier_publish_are_read_anew(world, source, sink):
     assert sink.num_wrong(SINK_IDS, TOKENS, 2) == 0
 
 
-def test_two_readers_are_at_different_places(world, source, sink):
-    other = world.engine(world.host("e"), "other")[0]
-    ref = publish(source, ready=8, num_readers=2)
-    first = pull(sink, ref)
-    extend(source, 8, 16)
-    second = pull(other, ref)
-    assert (progress_of(sink), progress_of(other)) == ([8, 16], [16])
-    extend(source, 16, TOKENS)
-    check_delivered(sink, first)
-    check_delivered(other, second)
-    world.advance(1)
-    assert source.received(wk.Released)[0].why is Code.COMPLETED
-
-
 def test_what_the_reader_has_already_is_not_read(world, source, sink):
     sink.fill(SINK_IDS, 8, SEED)
     mover = mover_of(sink)
@@ -570,18 +456,6 @@ def test_what_the_reader_has_already_is_not_read(world, source, sink):
 def test_a_full_prefix_hit_reads_nothing(world, source, sink):
     ticket = pull(sink, publish(source, ready=1), blocks={"full": PackedBlocks(b"")})
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-
-
-def test_messages_that_are_lost_are_repeated(world, source, sink):
-    """The reader's question for more, and its reply."""
-    ticket = pull(sink, publish(source, ready=8))
-    world.hold_network = True
-    extend(source, 8, TOKENS)
-    world.network.clear()
-    world.hold_network = False
-    assert sink.ended(ticket) is None
-    world.advance(world.settings.resend_s + 0.1)
-    check_delivered(sink, ticket)
 
 
 @pytest.mark.parametrize("is_read", [True, False], ids=["between pieces", "before the publish"])
@@ -718,66 +592,6 @@ def test_a_delivery_counts_every_piece(world, source, sink):
     assert reader.bytes == 3
 
 
-def test_a_piece_that_is_read_when_all_becomes_ready_is_not_hidden(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = pull(sink, publish(source, ready=8))
-    extend(source, 8, TOKENS)
-    read_slowly(world, sink, 0.25)
-    read_slowly(world, sink, 0.5)
-    check_delivered(sink, ticket)
-    record = record_of(sink)
-    assert (record.bytes, record.hidden_bytes) == (2, 0)
-    assert record.handover_s == pytest.approx(0.75)
-
-
-def test_a_prefix_is_handed_over_when_it_is_ready(world, source, sink):
-    """The reader's last token is ready before the transfer is whole."""
-    mover_of(sink).hold = True
-    blocks = {"full": PackedBlocks(pack_ids(SINK_IDS[:4]))}
-    ticket = pull(sink, publish(source, ready=8), num_tokens=16, blocks=blocks)
-    read_slowly(world, sink, 0.25)
-    extend(source, 8, 17)
-    read_slowly(world, sink, 0.5)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-    record = record_of(sink)
-    assert (record.bytes, record.hidden_bytes) == (2, 1)
-    assert record.handover_s == pytest.approx(0.5)
-
-
-def test_what_an_earlier_publish_had_is_not_counted(world, source, sink):
-    ref = publish(source, ready=8)
-    ticket = pull(sink, ref)
-    del world.hosts["p"]
-    again = world.engine(world.host("p"), "prefill")[0]
-    again.fill(SOURCE_IDS, TOKENS, SEED)
-    again.publish("t1", SOURCE_IDS, TOKENS, nonce=ref.nonce)
-    world.advance(3)
-    again.ready("t1")
-    world.advance(1)
-    check_delivered(sink, ticket)
-    assert sink.ended(ticket).bytes == 1
-    record = record_of(sink)
-    assert (record.bytes, record.hidden_bytes) == (1, 0)
-
-
-@pytest.mark.parametrize("progressive", [True, False])
-def test_only_a_progressive_delivery_has_a_handover(world, source, sink, progressive):
-    ref = publish(source, ready=TOKENS)
-    source.ready("t1")
-    pull(sink, ref, progressive=progressive)
-    record = record_of(sink)
-    assert record.outcome == "delivered"
-    assert record.progressive == progressive
-    assert (record.handover_s is not None) == progressive
-
-
-def test_a_failed_pull_has_hidden_nothing(world, source, sink):
-    ticket = pull(sink, publish(source, ready=8))
-    sink.say(wk.Cancel(ticket=ticket))
-    record = record_of(sink)
-    assert (record.outcome, record.bytes, record.hidden_bytes, record.handover_s) == ("cancelled", 1, 0, None)
-
-
 def test_both_daemons_show_how_far_a_transfer_is(world, source, sink):
     pull(sink, publish(source, ready=9))
     (transfer,) = source.host.node.snapshot().transfers
@@ -796,65 +610,6 @@ def end_read(sink: Worker, **outcome: object) -> None:
     mover = mover_of(sink)
     start = mover.started.popleft()
     mover.say(mv.PullDone(pull=start.pull, outcome=mv.PullOutcome(**{"delivered": False} | outcome)))
-
-
-def test_the_times_of_all_pieces_are_added(world, source, sink):
-    mover_of(sink).hold = True
-    pull(sink, publish(source, ready=8))
-    world.advance(1.0)
-    end_read(sink, delivered=True, bytes=100, runs=2, wire_s=0.5, fence_s=0.125, predicted_s=0.25)
-    world.advance(1.0)
-    extend(source, 8, TOKENS)
-    world.advance(0.5)
-    end_read(sink, delivered=True, bytes=10, runs=1, wire_s=0.25, fence_s=0.125, predicted_s=0.125)
-    record = record_of(sink)
-    assert (record.bytes, record.runs, record.hidden_bytes, record.predicted_s) == (110, 3, 100, 0.375)
-    assert (record.phases_s["wire"], record.phases_s["fence"]) == (0.75, 0.25)
-    assert record.phases_s["connect"] == pytest.approx(0.5, abs=0.05)
-    assert record.phases_s["other"] == pytest.approx(1.0, abs=0.05), "it waited for tokens"
-
-
-def test_a_second_try_takes_no_time_off_the_handover(world, source, sink):
-    ticket = pull(sink, publish(source, ready=8))
-    mover_of(sink).hold = True
-    extend(source, 8, TOKENS)
-    world.advance(0.5)
-    end_read(sink, code=Code.TRANSPORT)
-    read_slowly(world, sink, 0.25)
-    check_delivered(sink, ticket)
-    record = record_of(sink)
-    assert (record.retried, record.bytes, record.hidden_bytes) == (True, 2, 1)
-    assert record.handover_s == pytest.approx(0.75)
-
-
-def test_the_handover_of_another_publish_is_its_own(world, source, sink):
-    """All was ready once, and its source is gone before the last piece is read."""
-    ref = publish(source, ready=8)
-    ticket = pull(sink, ref)
-    mover_of(sink).hold = True
-    extend(source, 8, TOKENS)
-    del world.hosts["p"]
-    again = world.engine(world.host("p"), "prefill")[0]
-    again.fill(SOURCE_IDS, TOKENS, SEED)
-    again.publish("t1", SOURCE_IDS, TOKENS, ready_tokens=8, nonce=ref.nonce)
-    end_read(sink, code=Code.TRANSPORT)
-    world.advance(1.5)
-    read_slowly(world, sink, 0.125)
-    again.ready("t1")
-    read_slowly(world, sink, 0.25)
-    check_delivered(sink, ticket)
-    record = record_of(sink)
-    assert (record.bytes, record.hidden_bytes) == (2, 1)
-    assert record.handover_s == pytest.approx(0.25)
-
-
-def test_a_pull_that_fails_behind_its_last_chunk_has_hidden_nothing(world, source, sink):
-    pull(sink, publish(source, ready=8))
-    mover_of(sink).hold = True
-    extend(source, 8, TOKENS)
-    end_read(sink, code=Code.RELEASED)
-    record = record_of(sink)
-    assert (record.code, record.hidden_bytes, record.handover_s) == (Code.RELEASED, 0, None)
 
 
 def test_what_is_given_up_is_not_asked_again(world, source, sink):
@@ -886,3 +641,11 @@ def test_what_was_asked_before_a_retry_does_not_end_the_grant_that_is_asked_for_
     mover_of(sink).copy()
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, SEED) == 0
+
+
+def test_a_rank_that_sleeps_between_pieces_reads_no_more(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    sink.say(wk.Suspend())
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.SUSPENDED, True)
+    extend(source, 8, TOKENS)
+    assert progress_of(sink) == [8]

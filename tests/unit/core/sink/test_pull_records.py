@@ -5,17 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.core import events as ev
-from kvxferd.core.limits.table import OPEN_REQUESTS
-from kvxferd.core.sink.pull_totals import MAX_REPORTED, NOTHING_READ, add_piece, pieces_read
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.records import PHASES, PullRecord, ReleaseRecord
 from kvxferd.wire import mover as mv
 from kvxferd.wire import peer
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import TransferRef
-from kvxferd.wire.mover import PiecesRead, PullOutcome
-from tests.support.low_limits import lower
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, mover_of
 
 
@@ -29,13 +24,6 @@ def done(sink, **outcome) -> None:
     mover = mover_of(sink)
     start = mover.started.popleft()
     mover.say(mv.PullDone(pull=start.pull, outcome=mv.PullOutcome(**{"delivered": False} | outcome)))
-
-
-def test_a_delivered_pull_names_its_peer_and_no_phase(world, source, sink):
-    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    record = record_of(sink)
-    assert (record.outcome, record.failed_phase, record.silent) == ("delivered", "", "")
-    assert record.peer == source.host.endpoint
 
 
 @pytest.mark.parametrize(
@@ -55,22 +43,6 @@ def test_the_movers_outcome_tells_the_phase(world, source, sink, outcome, phase)
     assert record.failed_phase in PHASES
 
 
-def test_an_acknowledgement_that_has_no_room_takes_no_time(monkeypatch):
-    lower(monkeypatch, OPEN_REQUESTS, 1)
-    world = World()
-    source = world.engine(world.host("p"), "prefill")[0]
-    sink = world.engine(world.host("d"), "decode")[0]
-    mover_of(sink).hold = True
-    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    sink.say(
-        wk.Prepare(ref=TransferRef("tcp://nobody:9441", "prefill", "g1", "t", "n"))
-    )  # open, without a reply
-    world.advance(2.0)
-    done(sink, delivered=True)
-    assert record_of(sink).outcome == "delivered"
-    assert record_of(sink).acknowledge_s == 0.0
-
-
 def test_the_phases_of_a_pull_exclude_each_other_and_add_up(world, source, sink):
     mover_of(sink).hold = True
     sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
@@ -85,15 +57,6 @@ def test_the_phases_of_a_pull_exclude_each_other_and_add_up(world, source, sink)
         "wire": 0.375,
         "fence": 0.125,
     }
-
-
-def test_a_movers_word_makes_no_pull_longer_than_it_was(world, source, sink):
-    mover_of(sink).hold = True
-    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    world.advance(2.0)
-    done(sink, delivered=True, queue_s=1e5, wire_s=1e5)
-    record = record_of(sink)
-    assert sum(record.phases_s.values()) == pytest.approx(record.total_s)
 
 
 def test_a_first_read_that_failed_is_no_phase_of_the_second(world, source, sink):
@@ -119,14 +82,6 @@ def test_a_movers_absurd_figures_are_none_in_the_record(world, source, sink, abs
     assert (record.phases_s["wire"], record.phases_s["queue"]) == (0.0, 0.0)
 
 
-def test_a_refused_grant_failed_in_the_grant(world, source, sink):
-    ref = source.publish("t1", IDS, TOKENS)
-    source.say(wk.Unpublish(transfer_id="t1"))
-    sink.pull(ref, SINK_IDS, TOKENS)
-    record = record_of(sink)
-    assert (record.code, record.failed_phase, record.silent) == (Code.RELEASED, "grant", "")
-
-
 def test_at_a_deadline_a_peer_that_cannot_be_reached_is_named(world, source, sink):
     ref = source.publish("t1", IDS, TOKENS)
     world.cut.add((sink.host.name, source.host.name))
@@ -135,17 +90,6 @@ def test_at_a_deadline_a_peer_that_cannot_be_reached_is_named(world, source, sin
     record = record_of(sink)
     assert (record.code, record.failed_phase) == (Code.DEADLINE, "handshake")
     assert record.silent == source.host.endpoint
-    assert record.silent in sink.ended(ticket).message
-
-
-def test_at_a_deadline_a_peer_that_died_after_its_greeting_is_named(world, source, sink):
-    sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)
-    ref = source.publish("t1", IDS, TOKENS)
-    world.cut.add((sink.host.name, source.host.name))
-    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=2)
-    world.advance(2.1)
-    record = record_of(sink)
-    assert (record.failed_phase, record.silent) == ("grant", source.host.endpoint)
     assert record.silent in sink.ended(ticket).message
 
 
@@ -189,32 +133,12 @@ def test_at_a_deadline_the_local_mover_is_named_if_it_has_posted_no_read(world, 
     assert ("did not reply" in sink.ended(ticket).message) == mute
 
 
-def test_a_rank_without_a_mover_is_named(world, source, sink):
-    sink.host.give_movers = False
-    ref = source.publish("t1", IDS, TOKENS)
-    mover_of(sink).die()
-    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=2)
-    world.advance(2.1)
-    record = record_of(sink)
-    assert (record.failed_phase, record.silent) == ("queue", "the mover of rank pp0.tp0 of engine decode")
-    assert record.silent.removeprefix("the ") in sink.ended(ticket).message
-
-
 def sent_by(world: World) -> list[str]:
     """Return what is sent from now on, by name."""
     sent: list[str] = []
     post = world.post
     world.post = lambda *args: [sent.append(type(args[-1]).__name__), post(*args)]  # type: ignore[method-assign]
     return sent
-
-
-def test_nobody_is_asked_where_a_pull_ends_in_time(world, source, sink):
-    sent = sent_by(world)
-    for number in range(5):
-        sink.pull(source.publish(f"t{number}", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=2)
-    world.advance(5)
-    assert sent.count("GrantRequest") == 5
-    assert sent.count("ManifestRequest") == 1
 
 
 def test_many_pulls_with_one_deadline_ask_for_their_engine_once(world, source, sink):
@@ -272,37 +196,3 @@ def test_a_peer_cannot_claim_anothers_key_nor_odd_text(world, source, endpoint, 
     hello = peer.PeerHello(request=1, versions=peer.PEER_VERSIONS, boot="b", endpoint=endpoint)
     world.feed(source.host, ev.PeerRequest(b"odd", hello, key))
     assert source.host.node.peer_routes.endpoint_of(b"odd") == (endpoint if kept else "")
-
-
-# --- what the pieces of a pull add up to, whatever a resident mover reports
-
-
-PIECE = PullOutcome(
-    delivered=True, bytes=100, runs=3, queue_s=0.125, expand_s=0.25, post_s=0.5, wire_s=1.0, fence_s=2.0,
-    covered_bytes=10, predicted_s=4.0,
-)  # fmt: skip
-
-
-def test_sizes_and_times_are_added() -> None:
-    total = add_piece(add_piece(NOTHING_READ, PIECE), PIECE)
-    assert (total.bytes, total.runs, total.covered_bytes) == (200, 6, 20)
-    times = (total.queue_s, total.expand_s, total.post_s, total.wire_s, total.fence_s, total.predicted_s)
-    assert times == (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-    assert pieces_read(total) == PiecesRead(bytes=200, runs=6, wire_s=2.0)
-
-
-def test_the_first_piece_has_none_before_it() -> None:
-    assert pieces_read(NOTHING_READ) is None
-
-
-@pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0, 1e9])
-def test_impossible_times_count_as_none(time: float) -> None:
-    total = add_piece(add_piece(NOTHING_READ, PIECE), PullOutcome(delivered=True, wire_s=time, fence_s=time))
-    assert (total.wire_s, total.fence_s) == (1.0, 2.0)
-
-
-@pytest.mark.parametrize(("size", "counted"), [(-1, 0), (-(1 << 63), 0), ((1 << 63) - 1, MAX_REPORTED)])
-def test_impossible_sizes_are_limited(size: int, counted: int) -> None:
-    """Their sum is sent to the source's daemon: it must remain a number that a message can hold."""
-    total = add_piece(NOTHING_READ, PullOutcome(delivered=True, bytes=size, runs=size, covered_bytes=size))
-    assert (total.bytes, total.runs, total.covered_bytes) == (counted, counted, counted)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import traceback
-
 import msgspec
 import pytest
 
-from kvxferd.core import Node, Settings
+from kvxferd.core import Settings
 from kvxferd.core import events as ev
 from kvxferd.core.context import CALLS_PER_EVENT, NodeContext
-from kvxferd.core.effects import EmitRecord
 from kvxferd.core.limits.table import REMOTE_ENGINE_BYTES
+from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.plans import Plans
-from kvxferd.errors import BusyError, Code
-from kvxferd.ids import AgentName, BootId, Endpoint, Incarnation, Rank, SessionId
-from kvxferd.plan import Plan, planner, topology
-from kvxferd.records import HandshakeRecord, TopologyRecord
+from kvxferd.errors import BusyError, Code, EngineError
+from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Incarnation, SessionId
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Binding, RankManifest, TransferRef
 from tests.support.attention_engines import engine
-from tests.support.attention_engines import spec as engine_spec
 from tests.support.fetched_engine import learnt, plan_now
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World
 
@@ -52,39 +47,12 @@ def test_two_homes_that_name_one_engine_id_neither_refuse_nor_evict_each_other(w
     sizes = [known.get_engine_info("prefill", home=home).remote_block_size for home in homes]
     assert sizes == [4, 8]
     assert known.find("prefill").home == homes[1]  # the last used
-    assert len([r for r in sink.host.records if isinstance(r, TopologyRecord)]) == 2  # none is planned again
 
 
 def registered(sink) -> list[tuple[str, str]]:
     """Return the id and the generation of each engine that the sink's registry has."""
     known = sink.host.node.sessions[sink.session].rank.topology
     return [(engine.engine_id, engine.generation) for engine in known.engines()]
-
-
-def test_a_hold_keeps_its_plan_and_manifest_when_its_engine_expires(world, monkeypatch):
-    """The registry has forgotten the engine, and so has the peer; the grant reads by what it was given."""
-    prefill, decode = world.host("p"), world.host("d")
-    (source,), (other,) = world.engine(prefill, "prefill"), world.engine(prefill, "other")
-    (sink,) = world.engine(decode, "decode")
-    source.fill(IDS, TOKENS, seed=1)
-    ref = source.publish("t1", IDS, TOKENS)
-    sink.say(wk.Prepare(ref=ref))
-    (hold,) = [hold for held in decode.node.grant_client._held.values() for hold in held.values()]
-    share = decode.node.context.ledger[REMOTE_ENGINE_BYTES]
-    monkeypatch.setattr(topology, "MAX_REMOTE_ENGINES", 1)
-    assert isinstance(
-        sink.ended(sink.pull(other.publish("t2", IDS, TOKENS), IDS, TOKENS)), wk.TicketDelivered
-    )
-    decode.node.handshake_client.forget_engine(prefill.endpoint, ref.engine)
-    assert [engine for engine, _ in registered(sink)] == ["other"]
-    both = share.held
-    fetched = len([r for r in decode.records if isinstance(r, HandshakeRecord)])
-    ticket = sink.pull(ref, IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-    assert sink.num_wrong(IDS, TOKENS, seed=1) == 0
-    assert len([r for r in decode.records if isinstance(r, HandshakeRecord)]) == fetched
-    assert hold.remote is None
-    assert share.held == both / 2  # nothing else kept it
 
 
 def test_a_hold_keeps_its_plan_and_manifest_when_a_new_generation_replaces_its_engine(world):
@@ -103,65 +71,6 @@ def test_a_hold_keeps_its_plan_and_manifest_when_a_new_generation_replaces_its_e
     assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.TicketDelivered)
     assert sink.num_wrong(IDS, TOKENS, seed=1) == 0
     assert sink.num_wrong([4, 5, 6], TOKENS, seed=2) == 0
-
-
-def test_memory_that_is_mapped_again_is_a_new_manifest_with_the_plan_that_is_there(world, monkeypatch):
-    """Bindings are no facts: nothing is refused, planned or reported again."""
-    (source,) = world.engine(world.host("p"), "prefill")
-    (sink,) = world.engine(world.host("d"), "decode")
-    jobs = []
-    make_plan = sink.host.make_plan
-    monkeypatch.setattr(sink.host, "make_plan", lambda job: (jobs.append(job), make_plan(job)))
-    for turn in range(3):
-        source.fill(IDS, TOKENS, seed=turn)
-        ticket = sink.pull(source.publish(f"t{turn}", IDS, TOKENS), IDS, TOKENS)
-        assert isinstance(sink.ended(ticket), wk.TicketDelivered), sink.ended(ticket)
-        assert sink.num_wrong(IDS, TOKENS, seed=turn) == 0
-        source.say(wk.Suspend())
-        source.resume(f"mapping-{turn}", request=2 + turn)
-    assert len(jobs) == 1
-    assert len([r for r in sink.host.records if isinstance(r, TopologyRecord)]) == 1
-    assert len([r for r in sink.host.records if isinstance(r, HandshakeRecord)]) == 3
-
-
-def test_what_the_registry_knows_is_not_charged_to_a_user(world):
-    """Forgotten by its peer, a manifest that no grant uses is free at once, and the facts stay."""
-    (source,) = world.engine(world.host("p"), "prefill")
-    (sink,) = world.engine(world.host("d"), "decode")
-    ref = source.publish("t1", IDS, TOKENS)
-    assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.TicketDelivered)
-    share = sink.host.node.context.ledger[REMOTE_ENGINE_BYTES]
-    assert share.held > 0
-    sink.host.node.handshake_client.forget_engine(source.host.endpoint, ref.engine)
-    assert share.held == 0
-    assert registered(sink) == [("prefill", "g1")]
-
-
-def test_stages_without_layers_are_not_reported():
-    """A hostile manifest may have thousands of them: as many log lines at each registration."""
-    context = NodeContext(
-        boot=BootId("b"), endpoint=Endpoint("tcp://d:9441"), settings=Settings(), new_token=str
-    )
-    (sink,), source = engine().values(), msgspec.structs.replace(engine_spec(pp=3), engine_id="remote")
-    stages = [(0, 1), (1, 2), (2, 2)]
-    layouts = [
-        msgspec.structs.replace(
-            sink[1], start_layer=a, end_layer=b, tensors=tuple(t for t in sink[1].tensors if a <= t.layer < b)
-        )
-        for a, b in stages
-    ]
-    binding = Binding(AgentName("a"), b"", (), Incarnation("i"))
-    manifests = {
-        Rank(n, 0): RankManifest(msgspec.structs.replace(source, pp_rank=n), layout, binding)
-        for n, layout in enumerate(layouts)
-    }
-    home = Endpoint("tcp://p:9441")
-    rank = LocalRank(SessionId(1), *sink, (), Incarnation("i"), 0)
-    plan_now(Plans(context), context, rank, home, learnt(manifests))
-    known = rank.topology.find(source.engine_id, home)
-    assert [(info.start_layer, info.end_layer) for info in known.stages.values()] == stages
-    reported = [effect.record for effect in context.pop_effects() if isinstance(effect, EmitRecord)]
-    assert [record.stage for record in reported] == [0, 1]
 
 
 # --- what is not wanted any more is forgotten: engines that restart under new names do not add up
@@ -185,39 +94,7 @@ def test_engines_and_agents_that_nobody_wants_are_forgotten_when_others_are_lear
         rank.topology.get_engine_info("prefill-0")
 
 
-def test_what_is_wanted_again_and_again_is_kept(world):
-    prefill, decode = world.host("p"), world.host("d")
-    (sink,) = world.engine(decode, "decode")
-    (source,) = world.engine(prefill, "prefill")
-    for number in range(5):
-        (other,) = world.engine(prefill, f"other-{number}")
-        for publisher in (source, other):
-            publisher.fill(IDS, TOKENS, seed=number)
-            ref = publisher.publish(f"t{number}-{publisher.session}", IDS, TOKENS)
-            assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.TicketDelivered)
-        other.close()
-        world.advance(HOLD_S * 0.6)
-    handshakes = [r for r in decode.records if getattr(r, "engine_id", None) == "prefill"]
-    assert len([r for r in handshakes if type(r).__name__ == "HandshakeRecord"]) == 1
-
-
 # --- plans are made beside the loop
-
-
-def test_no_plan_is_made_in_a_turn_of_the_loop(world, monkeypatch):
-    """For 16 ranks of 2,000 tensors it takes 240 ms, in which nobody else would be served."""
-    made: list[bool] = []  # for each plan, whether it was made in a turn
-    make = planner._Planner.plan
-
-    def plan(one: planner._Planner) -> Plan:
-        made.append(Node.feed.__code__ in {frame.f_code for frame, _ in traceback.walk_stack(None)})
-        return make(one)
-
-    monkeypatch.setattr(planner._Planner, "plan", plan)
-    (source,), (sink,) = world.engine(world.host("p"), "prefill"), world.engine(world.host("d"), "decode")
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-    assert made == [False]
 
 
 @pytest.fixture
@@ -298,3 +175,45 @@ def test_a_pull_does_not_join_a_fetch_whose_peer_was_dropped_just_now() -> None:
     world.advance(1.0)
     assert sink.ended(ticket) is None
     node.check_integrity()
+
+
+# --- what a remote engine that breaks its contract costs the rank that reads it, and the node
+
+
+HOME, REMOTE = Endpoint("tcp://p:9441"), EngineId("remote")
+MAX_HOLD_S = 60.0
+
+
+def remote(**facts: int) -> RemoteEngine:
+    """Return an engine as fetched; all have one generation."""
+    binding = Binding(AgentName("a"), b"", (), Incarnation("i"))
+    ranks = {
+        rank: RankManifest(msgspec.structs.replace(spec, engine_id=REMOTE), layout, binding)
+        for rank, (spec, layout) in engine(**facts).items()
+    }
+    return learnt(ranks)
+
+
+def reader(**facts: int) -> tuple[NodeContext, LocalRank]:
+    """Return a node, and its one rank."""
+    settings = Settings(max_hold_s=MAX_HOLD_S)
+    context = NodeContext(
+        boot=BootId("b"), endpoint=Endpoint("tcp://d:9441"), settings=settings, new_token=str
+    )
+    ((spec, layout),) = engine(**facts).values()
+    return context, LocalRank(SessionId(1), spec, layout, (), Incarnation("i"), 0)
+
+
+def test_refusals_of_other_facts_end_when_the_first_ones_expire() -> None:
+    """Also for a rank that reads nothing else, whose every registration is refused."""
+    context, rank = reader()
+    plans = Plans(context)
+    plan_now(plans, context, rank, HOME, remote(block_tokens=4))
+    changed = remote(block_tokens=8)
+    for context.now in (1.0, MAX_HOLD_S):
+        with pytest.raises(EngineError) as caught:
+            plan_now(plans, context, rank, HOME, changed)
+        assert caught.value.code is Code.SHAPE_MISMATCH
+    context.now = MAX_HOLD_S + 1.0
+    plan_now(plans, context, rank, HOME, changed)
+    assert rank.topology.get_engine_info(REMOTE, home=HOME).remote_block_size == 8

@@ -6,15 +6,18 @@ import msgspec
 import pytest
 
 from kvxferd.core import events as ev
+from kvxferd.core.source.announced import Announcements, Report
 from kvxferd.core.source.publishing import PublishedTransfers
+from kvxferd.core.source.transfer_table import ALL_TOKENS
 from kvxferd.errors import Code
-from kvxferd.ids import Rank, SessionId
+from kvxferd.ids import BootId, EngineId, EngineKey, Generation, Incarnation, Rank, SessionId, TransferId
 from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.peer import RankReady
+from kvxferd.wire.worker import Ready
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of
 
 FIRST, SECOND = Rank(0, 0), Rank(0, 1)
@@ -86,19 +89,6 @@ def test_a_rank_that_slept_while_its_daemon_was_away(world: World, first_back: s
     assert sink.reads(again)
 
 
-def test_a_replay_of_memory_that_stayed_is_delivered(world: World) -> None:
-    host = world.host("p")
-    (rank,) = world.engine(host, "prefill", publish_implies_ready=True)
-    scheduler = world.attach(host, rank.spec)
-    known, ref = scheduler.known, scheduler.publish("t1", IDS, TOKENS)
-    host = world.host("p")
-    back = world.register(host, rank.spec)
-    back.fill(IDS, TOKENS, seed=1)
-    replay(world, world.attach(host, rank.spec), ref, known)
-    (sink,) = world.engine(world.host("d"), "decode")
-    assert sink.reads(ref)
-
-
 @pytest.mark.parametrize("first_back", ["scheduler", "member"])
 def test_a_member_that_slept_while_its_home_was_away(world: World, first_back: str) -> None:
     home, member = world.host("p0"), world.host("p1")
@@ -127,18 +117,6 @@ def test_a_member_that_slept_while_its_home_was_away(world: World, first_back: s
     assert scheduler.over() == [("t1", Code.RANK_LOST)]
     (sink,) = world.engine(world.host("d"), "decode")
     assert failure(world, sink, ref) in (Code.RELEASED, Code.TRANSFER_UNKNOWN)
-
-
-def test_a_rank_publishes_for_an_engine_whose_other_rank_slept(world: World) -> None:
-    host = world.host("p")
-    first, second = world.engine(host, "prefill", tp=2, publish_implies_ready=True)
-    known = first.known
-    suspend(second)
-    second.resume()
-    first.publish("old", IDS, TOKENS, incarnations=known)  # it was queued, or waited for the GPU
-    assert first.over() == [("old", Code.RANK_LOST)]
-    first.publish("new", IDS, TOKENS)
-    assert first.over() == [("old", Code.RANK_LOST)]
 
 
 def test_what_is_published_while_a_rank_sleeps_is_refused(world: World) -> None:
@@ -249,15 +227,6 @@ def test_ready_without_an_incarnation_costs_the_connection(world: World) -> None
     assert [m.code for m in rank.received(wk.Farewell)] == [Code.BAD_FRAME]
 
 
-def test_transfers_that_name_the_same_share_one_object(world: World) -> None:
-    host = world.host("p")
-    rank, _ = world.engine(host, "prefill", tp=2, publish_implies_ready=True)
-    for name in ("t1", "t2"):
-        rank.publish(name, IDS, TOKENS)
-    one, other = host.node.published.table.live.values()
-    assert one.incarnations is other.incarnations
-
-
 def test_a_grant_is_refused_where_a_rank_was_mapped_anew(world: World, monkeypatch) -> None:
     """No event does this, as `check_integrity` asserts; the check before each grant is the last of three."""
     monkeypatch.setattr(PublishedTransfers, "_check_memory", lambda *_: None)
@@ -297,18 +266,8 @@ def stages_of_groups(world: World, host: Host, only: int | None = None) -> list[
 
 def publish_groups(worker: Worker, transfer_id: str, *groups: str) -> None:
     blocks = {group: PackedBlocks(pack_ids(IDS)) for group in groups}
-    slot = next(worker.slots)
-    worker.say(
-        wk.Publish(
-            transfer_id=transfer_id,
-            nonce="ab" * 16,
-            blocks=blocks,
-            num_tokens=TOKENS,
-            fence_slot=slot,
-            incarnations=worker.known,
-        ),
-        b"w" * 16,
-    )
+    facts = {"num_tokens": TOKENS, "fence_slot": next(worker.slots), "incarnations": worker.known}
+    worker.say(wk.Publish(transfer_id=transfer_id, nonce="ab" * 16, blocks=blocks, **facts), b"w" * 16)
 
 
 def test_a_publish_lists_the_groups_of_all_stages(world: World) -> None:
@@ -345,25 +304,6 @@ def test_a_group_of_a_stage_that_is_not_back_is_waited_for(world: World) -> None
     assert len(scheduler.over()) == 1
 
 
-def test_a_growing_list_of_a_stage_that_is_not_back_is_no_mistake_of_the_engine(world: World) -> None:
-    known = stages_of_groups(world, world.host("p"))[0].known
-    (stage,) = stages_of_groups(world, world.host("p"), only=0)
-    grows = wk.Publish(
-        transfer_id="t",
-        nonce="ab" * 16,
-        blocks={},
-        num_tokens=TOKENS,
-        fence_slot=0,
-        incarnations=known,
-        ready_tokens=0,
-    )
-    stage.say(grows, b"w" * 16)
-    assert stage.over() == []
-    blocks = {group: PackedBlocks(pack_ids(IDS)) for group in ("full", "window")}
-    stage.say(wk.Ready(transfer_id="t", blocks=blocks, incarnation=stage.incarnation, ready_tokens=TOKENS))
-    assert stage.over() == [("t", Code.RANK_LOST)]
-
-
 def test_a_transfer_grows_by_the_group_of_a_stage_that_comes_back(world: World) -> None:
     known = stages_of_groups(world, world.host("p"))[0].known
     host = world.host("p")
@@ -384,3 +324,91 @@ def test_a_transfer_grows_by_the_group_of_a_stage_that_comes_back(world: World) 
     assert stage.over() == []
     stage.say(wk.Ready(transfer_id="t", blocks=added, incarnation=stage.incarnation, ready_tokens=TOKENS))
     assert stage.over() == [("t", Code.BLOCKS_INVALID)]  # now it has all its blocks
+
+
+# --- what ranks report before the publish: whose memory it is of, how long it counts, what looks at it
+
+
+RANK, MAPPING = Rank(0, 0), Incarnation("first")
+ALL = Report(MAPPING, ALL_TOKENS)
+KEY = EngineKey(EngineId("one"), Generation("g")), TransferId("t1")
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def announced(world: World) -> Announcements:
+    return world.host("p").node.published.announced
+
+
+def test_what_a_rank_said_early_goes_with_its_process(world: World) -> None:
+    worker = world.engine(world.host("p"), "prefill")[0]
+    worker.say(Ready(transfer_id=TransferId("t1"), incarnation=Incarnation(worker.incarnation)))
+    announced = worker.host.node.published.announced
+    key = (worker.spec.key, TransferId("t1"))
+    assert dict(announced.take(key)) == {RANK: Report(Incarnation(worker.incarnation), ALL_TOKENS)}
+    worker.say(Ready(transfer_id=TransferId("t1"), incarnation=Incarnation(worker.incarnation)))
+    worker.close()
+    successor = world.connect(worker.host)
+    successor.spec, successor.layout, successor.memory = worker.spec, worker.layout, worker.memory
+    world.register_again(successor, "second")
+    assert not announced.take(key)
+
+
+def test_of_one_mapping_the_furthest_report_counts_and_another_mapping_replaces_it(
+    announced: Announcements,
+) -> None:
+    for num_tokens in (8, 16, 12):
+        announced.add(KEY, RANK, Report(MAPPING, num_tokens), 0)
+    assert announced.take(KEY)[RANK].num_tokens == 16
+    other = Report(Incarnation("second"), 4)
+    for report in (ALL, other):
+        announced.add(KEY, RANK, report, 0)
+    assert announced.take(KEY)[RANK] == other
+    assert not announced.take(KEY)
+    assert not list(announced)
+
+
+def test_a_publish_takes_no_early_ready_of_other_memory_than_its_own(world: World) -> None:
+    first, second = world.engine(world.host("p"), "prefill", tp=2)
+    node = first.host.node
+    key = (first.spec.key, TransferId("t1"))
+    node.published.announced.add(key, Rank(0, 1), Report(Incarnation("another"), ALL_TOKENS), 0)
+    first.publish("t1", [1], 4)
+    (transfer,) = node.published.table.live.values()
+    assert transfer.unready(first.spec) == [Rank(0, 1)]
+    second.ready("t1")
+    assert transfer.unready(first.spec) == []
+
+
+def test_a_report_that_is_repeated_after_its_time_is_late_until_nobody_repeats_it(
+    world: World, announced: Announcements
+) -> None:
+    """One of the same rank that is new counts, and another rank's is its own."""
+    request = (BootId("member"), 7)
+    world.advance(1)
+    announced.add(KEY, RANK, ALL._replace(request=request), "member")
+    world.advance(world.settings.lease_s - 1)
+    assert not announced.is_late(KEY, ALL._replace(request=request))
+    world.advance(1)
+    assert not announced.take(KEY)
+    assert announced.is_late(KEY, ALL._replace(request=request))
+    assert not announced.is_late(KEY, ALL._replace(request=(BootId("member"), 8)))
+    announced.add(KEY, RANK, ALL._replace(request=(BootId("member"), 8)), "member")
+    assert list(announced.take(KEY)) == [RANK]
+    assert announced.is_late(KEY, ALL._replace(request=request))
+    world.advance(2 * world.settings.acknowledge_for_s)
+    assert not list(announced)
+
+
+def test_a_report_that_is_replaced_counts_no_more_when_it_is_repeated(announced: Announcements) -> None:
+    boot = BootId("member")
+    first, further, equal = (
+        Report(MAPPING, num_tokens, (boot, number)) for number, num_tokens in ((1, 8), (2, 16), (3, 16))
+    )
+    for report in (first, further, equal):
+        announced.add(KEY, RANK, report, 0)
+    assert [announced.is_late(KEY, report) for report in (first, further, equal)] == [True, False, True]

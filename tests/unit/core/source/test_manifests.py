@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvxferd.core import Settings
-from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.source import manifests as source_manifests
-from kvxferd.errors import Code, EngineError, NotPPAwareError
-from kvxferd.ids import Rank
-from kvxferd.records import TopologyRecord
+from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.peer import ManifestReply, ManifestRequest
@@ -27,16 +21,6 @@ def fetch(world, host, engine="prefill", generation="g1", wait_s=5.0, pp_aware=T
         request=1, engine_id=engine, generation=generation, wait_s=wait_s, pp_aware=pp_aware
     )
     return world.send_request(host, request)
-
-
-def test_the_manifest_names_every_rank_of_every_stage(world):
-    host = world.host("p")
-    world.engine(host, "prefill", pp=2, tp=4, layers=4)
-    (manifest,) = fetch(world, host)
-    assert isinstance(manifest, ManifestReply)
-    assert [m.rank for m in manifest.ranks] == [Rank(pp, tp) for pp in range(2) for tp in range(4)]
-    assert [(m.layout.start_layer, m.layout.end_layer) for m in manifest.ranks] == [(0, 2)] * 4 + [(2, 4)] * 4
-    assert len({m.binding.agent for m in manifest.ranks}) == 8
 
 
 def test_any_parallelism_is_read_by_any_other(world):
@@ -83,32 +67,6 @@ def test_a_pull_goes_on_when_the_last_rank_comes(world):
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
-def test_an_unknown_engine_is_refused_after_a_moment(world):
-    host = world.host("p")
-    sink = world.engine(world.host("d"), "decode")[0]
-    source = world.engine(host, "prefill")[0]
-    ref = source.publish("t1", IDS, TOKENS)
-    ticket = sink.pull(msgspec.structs.replace(ref, engine_id="nobody"), SINK_IDS, TOKENS)
-    world.advance(1.1)
-    assert sink.ended(ticket).code is Code.ENGINE_UNKNOWN
-
-
-def test_a_peer_that_is_not_pp_aware_is_refused_an_engine_with_stages(world):
-    host = world.host("p")
-    world.engine(host, "prefill", pp=2)
-    (refused,) = fetch(world, host, pp_aware=False)
-    assert refused.code is Code.NOT_PP_AWARE
-
-
-def test_an_engine_that_is_not_pp_aware_gets_a_refusal_never_rank_0_alone(world):
-    sources = world.engine(world.host("p"), "prefill", pp=2)
-    sink = world.engine(world.host("d"), "decode", pp_aware=False)[0]
-    ref = sources[0].publish("t1", IDS, TOKENS)
-    ticket = sink.pull(ref, SINK_IDS, TOKENS)
-    assert sink.ended(ticket).code is Code.NOT_PP_AWARE
-    assert "decode" in sink.ended(ticket).message
-
-
 def test_an_old_generation_is_refused_by_name_of_the_new(world):
     host = world.host("p")
     world.engine(host, "prefill", generation="g1")
@@ -118,105 +76,13 @@ def test_an_old_generation_is_refused_by_name_of_the_new(world):
     assert "prefill@g2" in refused.message
 
 
-def test_an_engine_is_fetched_once_for_many_pulls(world):
-    source = world.engine(world.host("p"), "prefill")[0]
-    sinks = [world.engine(world.host("d"), "decode")[0]]
-    refs = [source.publish(f"t{n}", IDS, TOKENS) for n in range(5)]
-    world.hold_network = True
-    tickets = [sinks[0].pull(ref, SINK_IDS, TOKENS) for ref in refs]
-    world.deliver()
-    assert all(isinstance(sinks[0].ended(t), wk.TicketDelivered) for t in tickets)
-    from kvxferd.records import HandshakeRecord
-
-    handshakes = [r for r in world.hosts["d"].records if isinstance(r, HandshakeRecord)]
-    assert [(h.outcome, h.num_ranks) for h in handshakes] == [("ok", 1)]
-
-
-def test_layouts_that_cannot_agree_are_refused_field_by_field(world):
-    source = world.engine(world.host("p"), "prefill", layers=3)[0]
-    sink = world.engine(world.host("d"), "decode", layers=4)[0]
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert sink.ended(ticket).code in (Code.COVERAGE_GAP, Code.LAYOUT_INCOMPATIBLE)
-    assert "layer" in sink.ended(ticket).message
-
-
-def test_the_ranks_topology_knows_every_stage_and_says_so_once(world):
-    sources = world.engine(world.host("p"), "prefill", pp=2, tp=2, layers=4)
-    sink = world.engine(world.host("d"), "decode", layers=4)[0]
-    for number in range(2):
-        ref = sources[0].publish(f"t{number}", IDS, TOKENS)
-        for source in sources[1:]:
-            source.ready(f"t{number}")
-        assert sink.reads(ref)
-    topology = sink.host.node.sessions[sink.session].rank.topology
-    infos = [topology.get_engine_info("prefill", stage) for stage in range(2)]
-    assert [(i.remote_pp_rank, i.start_layer, i.end_layer) for i in infos] == [(0, 0, 2), (1, 2, 4)]
-    assert [i.remote_tp_size for i in infos] == [2, 2]
-    said = [r for r in sink.host.records if isinstance(r, TopologyRecord)]
-    assert [(r.source, r.stage) for r in said] == [("prefill", 0), ("prefill", 1)]
-    assert "remote_pp_rank=1" in said[1].text
-
-
 def test_a_rank_does_not_read_its_own_engine(world):
     source = world.engine(world.host("p"), "prefill")[0]
     ticket = source.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     assert source.ended(ticket).code is Code.NOT_ALLOWED
 
 
-@pytest.mark.parametrize("is_learnt", [False, True])
-def test_a_pull_whose_peer_fell_silent_names_it_and_what_to_check(world, is_learnt):
-    """Its daemon came back on another port, say. A peer that was known is asked without a hello."""
-    source = world.engine(world.host("p"), "prefill")[0]
-    sink = world.engine(world.host("d"), "decode")[0]
-    ref = source.publish("t1", IDS, TOKENS)
-    if is_learnt:
-        assert sink.reads(ref)
-    world.advance(3)
-    world.cut.add(("d", "p"))
-    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=8.0)
-    world.advance(8.5)
-    failed = sink.ended(ticket)
-    assert failed.code is Code.DEADLINE
-    assert "tcp://p:9441 was asked for" in failed.message
-    assert "has sent nothing for 8.0 s; check that a daemon runs there, on that port" in failed.message
-    assert failed.message.endswith("or its ranks were not ready, for which it waits 10 s")
-
-
-def test_ranks_of_one_node_ask_their_daemon_which_is_no_peer_of_its_own(world):
-    host = world.host("p")
-    source, sink = world.engine(host, "prefill")[0], world.engine(host, "decode")[0]
-    ref = source.publish("t1", IDS, TOKENS)
-    assert sink.reads(ref)
-    assert host.node.peers.endpoints() == {host.endpoint}
-    assert host.node.snapshot().peers == ()
-
-
 # --- A reader gets the metadata of all ranks, or is refused if it is not PP-aware and there are stages
-
-
-PLACES = st.builds(Rank, st.integers(0, 3), st.integers(0, 3))
-
-
-@given(st.lists(st.none() | st.dictionaries(PLACES, st.integers()), max_size=6), st.booleans())
-def test_every_rank_reaches_a_reader_that_knows_stages_and_no_later_stage_one_that_does_not(
-    workers: list[Mapping[Rank, int] | None], pp_aware: bool
-) -> None:
-    expected: dict[Rank, int] = {}
-    for worker in workers:
-        if expected.keys() & (worker or {}).keys():
-            with pytest.raises(EngineError, match="two workers report"):
-                aggregate_metadata(workers, "the reader", pp_aware)
-            return
-        expected |= worker or {}
-    if not pp_aware and any(pp_rank for pp_rank, _ in expected):
-        with pytest.raises(NotPPAwareError, match=r"to the reader: .*peer\.pp_aware") as caught:
-            aggregate_metadata(workers, "the reader", pp_aware)
-        assert caught.value.code is Code.NOT_PP_AWARE
-        return
-    merged = aggregate_metadata(workers, "the reader", pp_aware)
-    assert merged == expected
-    assert list(merged) == sorted(expected)
-    assert all(isinstance(rank, Rank) for rank in merged)
 
 
 def two_nodes(**sink_settings: bool) -> tuple[World, Host, Host]:

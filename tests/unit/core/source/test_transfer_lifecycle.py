@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.core import Settings
+from kvxferd.core.limits.table import ENDED_TRANSFERS, RETRY_LATER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, delivers, mover_of
@@ -86,42 +87,11 @@ def test_every_rank_of_a_sink_must_acknowledge_before_the_release(world):
     assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
-def test_two_readers_must_both_acknowledge(world):
-    source, sink, ref = published(world, num_readers=2)
-    sink.pull(ref, SINK_IDS, TOKENS)
-    assert not source.received(wk.Released)
-    second = world.engine(world.hosts["d"], "decode-2")[0]
-    second.pull(ref, SINK_IDS, TOKENS)
-    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
-
-
 def test_the_same_rank_pulling_twice_is_one_acknowledgement(world):
     source, sink, ref = published(world, num_readers=2)
     for _ in range(2):
         assert sink.reads(ref)
     assert not source.received(wk.Released)
-
-
-def test_a_publish_of_many_ranks_waits_for_each_to_be_ready(world):
-    ranks = world.engine(world.host("p"), "prefill", tp=2)
-    sink = world.engine(world.host("d"), "decode")[0]
-    for rank in ranks:
-        rank.fill(IDS, TOKENS, seed=1)
-    ref = ranks[0].publish("t1", IDS, TOKENS)
-    ticket = sink.pull(ref, SINK_IDS, TOKENS)
-    assert sink.ended(ticket) is None
-    ranks[1].ready("t1")
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
-    assert all(len(rank.received(wk.Released)) == 1 for rank in ranks)
-
-
-def test_ready_may_come_before_the_publish(world):
-    ranks = world.engine(world.host("p"), "prefill", tp=2)
-    sink = world.engine(world.host("d"), "decode")[0]
-    ranks[1].ready("t1")
-    ref = ranks[0].publish("t1", IDS, TOKENS)
-    assert sink.reads(ref)
 
 
 def test_a_scheduler_without_memory_publishes_for_ranks_that_are_ready_by_themselves(world):
@@ -144,26 +114,10 @@ def test_a_lease_that_nobody_reads_expires_and_not_before(world):
     assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
-def test_a_grant_keeps_the_transfer_as_long_as_it_is_renewed(world):
-    source, sink, ref = published(world)
-    sink.say(wk.Prepare(ref=ref))
-    world.advance(100)
-    assert not source.received(wk.Released)
-    assert sink.reads(ref)
-
-
 def test_a_grant_is_held_no_longer_than_max_hold(world):
     source, sink, ref = published(world)
     sink.say(wk.Prepare(ref=ref))
     world.advance(Settings().max_hold_s + Settings().lease_s)
-    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
-
-
-def test_a_grant_that_is_not_renewed_ends(world):
-    source, sink, ref = published(world)
-    sink.say(wk.Prepare(ref=ref))
-    world.cut |= {("d", "p"), ("p", "d")}
-    world.advance(61)
     assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
@@ -214,28 +168,6 @@ def test_abandoning_releases_the_source_before_its_lease_ends(world):
     assert [m.why for m in source.received(wk.Released)] == [Code.ABANDONED]
 
 
-def test_a_full_prefix_hit_moves_nothing_and_still_acknowledges(world):
-    source, sink, ref = published(world)
-    before = bytes(sink.memory)
-    ticket = sink.pull(ref, [], TOKENS, first=TOKENS)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-    assert bytes(sink.memory) == before
-    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
-
-
-def test_a_failed_pull_is_no_acknowledgement_and_another_engine_may_read(world):
-    source, sink, ref = published(world)
-    mover = mover_of(sink)
-    mover.hold = True
-    ticket = sink.pull(ref, SINK_IDS, TOKENS)
-    sink.say(wk.Cancel(ticket=ticket))
-    mover.die()
-    assert sink.ended(ticket).code is Code.CANCELLED
-    assert not source.received(wk.Released)
-    other = world.engine(world.hosts["d"], "decode-2")[0]
-    assert other.reads(ref)
-
-
 @pytest.mark.parametrize("dies", [True, False], ids=["its worker is gone", "its pull fails"])
 def test_a_reader_that_fails_after_the_lease_leaves_time_for_another(world, dies):
     """The request waited there for longer than the lease; its router sends it to another engine."""
@@ -269,27 +201,6 @@ def test_the_operator_sees_who_holds_a_transfer_and_for_how_long(world):
     assert not source.host.node.snapshot().transfers
 
 
-def test_an_engine_that_read_only_in_part_does_not_keep_another_from_reading(world):
-    source = world.engine(world.host("p"), "prefill")[0]
-    half = world.engine(world.host("d"), "decode", tp=2)
-    source.fill(IDS, TOKENS, seed=1)
-    ref = source.publish("t1", IDS, TOKENS)
-    assert half[0].reads(ref)
-    half[1].close()
-    other = world.engine(world.hosts["d"], "decode-2")[0]
-    assert other.reads(ref)
-    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
-
-
-def test_a_given_back_ask_is_answered_and_not_asked_again(world):
-    ranks = world.engine(world.host("p"), "prefill", tp=2)
-    sink = world.engine(world.host("d"), "decode")[0]
-    ticket = sink.pull(ranks[0].publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    sink.say(wk.Cancel(ticket=ticket))
-    assert sink.ended(ticket).code is Code.CANCELLED
-    assert len(sink.host.node.peer_requests) == 0
-
-
 @pytest.mark.parametrize("lease_s", [float("nan"), float("inf"), -1.0, 1e6])
 def test_a_lease_that_is_none_is_refused(world, lease_s):
     source = world.engine(world.host("p"), "prefill")[0]
@@ -305,13 +216,6 @@ def test_the_publishers_death_voids_what_it_published(world):
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     world.advance(2)
     assert sink.ended(ticket).code in (Code.RELEASED, Code.ENGINE_UNKNOWN)
-
-
-def test_another_ranks_death_voids_the_transfer_for_the_publisher_too(world):
-    ranks = world.engine(world.host("p"), "prefill", tp=2)
-    ranks[0].publish("t1", IDS, TOKENS)
-    ranks[1].close()
-    assert [m.why for m in ranks[0].received(wk.Released)] == [Code.RANK_LOST]
 
 
 def test_an_id_may_be_published_again_once_it_is_forgotten_and_the_old_reference_is_void(world):
@@ -343,8 +247,27 @@ def test_a_source_mover_that_dies_is_replaced_and_the_transfer_still_readable(wo
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 
-def test_unpublish_of_another_session_changes_nothing(world):
-    source, _, _ = published(world)
-    stranger = world.engine(world.hosts["p"], "stranger")[0]
-    stranger.say(wk.Unpublish(transfer_id="t1"))
-    assert not source.received(wk.Released)
+# --- what is remembered of transfers that have ended
+
+
+def test_an_ended_transfer_is_remembered_for_as_long_as_messages_about_it_are_repeated() -> None:
+    world = World()
+    source = world.engine(world.host("p"), "prefill")[0]
+    node = source.host.node
+    node.context.ledger[ENDED_TRANSFERS].limit = 16
+
+    def publish(numbers: range) -> None:
+        for number in numbers:
+            source.publish(f"t{number}", IDS, TOKENS)
+            source.say(wk.Unpublish(transfer_id=f"t{number}"))
+
+    publish(range(15))
+    (refused,) = source.received(wk.PublishRefused)
+    assert (refused.transfer_id, refused.code, refused.retry_after_s) == ("t14", Code.BUSY, RETRY_LATER_S)
+    world.advance(2 * node.context.settings.acknowledge_for_s)
+    publish(range(15, 18))
+    assert len(source.received(wk.PublishRefused)) == 1
+    assert [name for _, name in node.published.ended] == [f"t{n}" for n in (*range(3, 14), 15, 16, 17)]
+    world.advance(node.context.settings.tombstone_s)
+    assert not len(node.published.ended)
+    assert node.context.ledger[ENDED_TRANSFERS].held == 0

@@ -10,14 +10,13 @@ from kvxferd.core import events as ev
 from kvxferd.core.context import CALLS_PER_TICK
 from kvxferd.core.source.grants import GrantServer
 from kvxferd.core.source.manifests import HandshakeServer
-from kvxferd.core.source.waiting import Obstacle, WaitingRequest
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, EngineId, Rank
+from kvxferd.ids import AgentName, Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import Consumer, GrantReply, GrantRequest, ManifestReply, ManifestRequest, PeerRefused
+from kvxferd.wire.peer import Consumer, GrantReply, GrantRequest, ManifestRequest, PeerRefused
 from tests.support.simulation import IDS, TOKENS, Worker, World, spec_of
 
 
@@ -73,15 +72,6 @@ def waiting() -> tuple[World, Worker]:
     return world, source
 
 
-def test_a_session_that_was_nothing_makes_nobody_look(
-    looked_at: list[object], waiting: tuple[World, Worker]
-) -> None:
-    world, source = waiting
-    looked_at.clear()
-    world.connect(source.host).close()
-    assert not looked_at
-
-
 def test_another_engines_rank_that_comes_and_goes_makes_nobody_look(
     looked_at: list[object], waiting: tuple[World, Worker]
 ) -> None:
@@ -134,21 +124,6 @@ def test_what_many_wait_for_is_looked_at_in_turns(
     granted = [m for e in world.network if isinstance(m := decoded(e.payload), GrantReply)]
     assert len(granted) == num
     assert not node.waiting._due
-
-
-def test_fetches_are_looked_at_in_turns(looked_at: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    world.hold_network = True
-    source = world.register(world.host("p"), spec_of("prefill", tp=2))
-    node, num, most = source.host.node, 3 * CALLS_PER_TICK, most_of_an_event(source, monkeypatch, looked_at)
-    for number in range(num):
-        fetch = ManifestRequest(request=number, engine_id="prefill", generation="g1", wait_s=9.0)
-        node.feed(ev.PeerRequest(b"d", fetch, ""), world.now)
-    looked_at.clear()
-    world.register(source.host, spec_of("prefill", tp=2, tp_rank=1))
-    world.advance(0.1)
-    assert CALLS_PER_TICK / 2 < max(most) <= CALLS_PER_TICK
-    assert len([m for e in world.network if isinstance(m := decoded(e.payload), ManifestReply)]) == num
 
 
 def test_a_mover_that_repeats_itself_makes_nobody_look(
@@ -237,25 +212,3 @@ def test_a_release_refuses_those_that_wait_for_the_transfer(waiting: tuple[World
     assert refused.message == (
         "cannot grant transfer unready: it was released (unpublished); its blocks may hold others"
     )
-
-
-def test_an_engine_that_has_an_agents_name_is_not_taken_for_it() -> None:
-    waiting = World().host("p").node.waiting
-    ref = TransferRef("tcp://p:9441", "x", "g1", "t", "n")
-    message = GrantRequest(
-        request=1, grant="g", ref=ref, consumer=Consumer("decode", "g1", Rank(0, 0), 1), reads=(), wait_s=9.0
-    )
-    request = WaitingRequest(
-        name="g",
-        peer_id="d",
-        route=b"d",
-        message=message,
-        wanted="grant transfer t",
-        num_bytes=1,
-        waits_for=frozenset([EngineId("x")]),
-        reply=lambda _: Obstacle(Code.MOVER_LOST, "its movers do not answer", 9.0),
-    )
-    waiting.receive(request)
-    assert not waiting.poll(request, frozenset([AgentName("x")]))
-    waiting.remove(request)
-    assert (len(waiting), waiting._share.held, waiting._by_key) == (0, 0, {})

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.config import LimitsConfig
-from kvxferd.core import Settings
-from kvxferd.core.limits.block_id_memory import ENTRY_BYTES
-from kvxferd.core.limits.fair_share import FairShare
-from kvxferd.core.limits.ledger import Ledger
-from kvxferd.core.limits.rate_limit import RateLimiter
-from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES, OPEN_REQUESTS
+from kvxferd.core.limits.ledger import (
+    CHAR_BYTES,
+    ENTRY_BYTES,
+    GROUP_BYTES,
+    RANK_BYTES,
+    FairShare,
+    RateLimiter,
+)
+from kvxferd.core.limits.table import BLOCK_ID_BYTES, OPEN_REQUESTS
 from kvxferd.core.ranks.registration_checks import REGISTER_BURST, REGISTER_PER_S
-from kvxferd.errors import BusyError, Code
+from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
 from tests.support.low_limits import lower
-from tests.support.simulation import FIRST, IDS, SECOND, SINK_IDS, TOKENS, World, spec_of, two_users
+from tests.support.simulation import (
+    FIRST,
+    IDS,
+    SECOND,
+    SINK_IDS,
+    TOKENS,
+    Worker,
+    World,
+    mover_of,
+    spec_of,
+    two_users,
+)
 
 
 def test_the_last_eighth_is_for_those_who_hold_a_sixteenth_at_most() -> None:
@@ -34,26 +47,6 @@ def test_a_small_limit_has_a_place_for_a_second_user_too_and_two_have_no_reserve
     assert [shares.acquire(uid) for uid in (SECOND, 3000)] == [True, False]
     shares = FairShare(2)
     assert [shares.acquire(FIRST) for _ in range(3)] == [True, True, False]
-
-
-def test_ranks_have_a_share_of_each_user() -> None:
-    world = World(settings=Settings(limits=LimitsConfig(max_ranks=16)))
-    host = world.host("p")
-    first = [world.register(host, spec_of(f"a{n}"), uid=FIRST) for n in range(16)]
-    refused = [w.received(wk.Refused) for w in first]
-    assert [bool(r) for r in refused] == [False] * 14 + [True] * 2
-    assert refused[-1][0].code is Code.BUSY
-    assert "uid 1000" in refused[-1][0].message
-    second = world.register(host, spec_of("b"), uid=SECOND)
-    assert second.received(wk.Registered)
-
-
-def test_bytes_in_flight_have_a_share_of_each_user() -> None:
-    bytes_in_flight = Ledger(LimitsConfig(max_inflight_bytes=1600))[INFLIGHT_BYTES]
-    bytes_in_flight.add(FIRST, 1400)
-    with pytest.raises(BusyError, match=r"1400 of 1600 bytes \(limits.max_inflight_bytes\).* uid 1000"):
-        bytes_in_flight.check(FIRST, 10, "pull")
-    bytes_in_flight.check(SECOND, 100, "pull")
 
 
 def ref_to(endpoint: str, transfer: str = "t", engine: str = "prefill") -> TransferRef:
@@ -93,20 +86,6 @@ def test_what_has_ended_waits_for_no_engine(how: str) -> None:
     assert node.context.ledger[BLOCK_ID_BYTES].held == 0
     world.advance(30.0)
     assert not node.handshake_client._fetches
-
-
-def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() -> None:
-    """An engine may abort many requests; nothing that they asked waits for an answer."""
-    world = World()
-    source = world.engine(world.host("p"), "prefill")[0]
-    sink, _ = two_users(world)
-    refs = [source.publish(f"t{n}", IDS, TOKENS) for n in range(8)]
-    for ref in refs:
-        sink.say(wk.Prepare(ref=ref))
-        sink.say(wk.Abandon(ref=ref))
-    assert [m.why for m in source.received(wk.Released)] == [Code.ABANDONED] * 8
-    assert sink.host.node.context.ledger[BLOCK_ID_BYTES].held == 0
-    assert not list(sink.host.node.worker_requests.prepared())
 
 
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
@@ -159,3 +138,56 @@ def test_who_registers_and_leaves_in_a_loop_is_busy_and_others_register() -> Non
     assert world.register(host, spec_of("b"), uid=SECOND).received(wk.Registered)
     world.advance(refused.retry_after_s)
     assert world.register(host, spec_of("a"), uid=FIRST).received(wk.Registered)
+
+
+# --- the block ids that requests keep have a limit of bytes, and in it a share of each user
+
+
+ONE = ENTRY_BYTES + GROUP_BYTES + 4 * len(IDS)
+
+
+PUBLISHED = ONE + RANK_BYTES + CHAR_BYTES * len("first")  # it names the incarnation of its one rank
+
+
+def limit_to(worker: Worker, num_requests: int, size: int = ONE) -> None:
+    """Have the worker's daemon keep so many requests of this size, an eighth of them for other users."""
+    worker.host.node.context.ledger[BLOCK_ID_BYTES].limit = num_requests * size * 8 // 7 + 8
+
+
+def kept(worker: Worker) -> int:
+    return worker.host.node.context.ledger[BLOCK_ID_BYTES].held
+
+
+def test_a_publish_past_the_limit_is_busy_until_another_is_released(source: Worker) -> None:
+    limit_to(source, 3, PUBLISHED)
+    for number in range(4):
+        source.publish(f"t{number}", IDS, TOKENS)
+    (refused,) = source.received(wk.PublishRefused)
+    assert (refused.transfer_id, refused.code) == ("t3", Code.BUSY)
+    assert refused.retry_after_s > 0
+    source.say(wk.Unpublish(transfer_id="t0"))
+    source.publish("t4", IDS, TOKENS)
+    assert len(source.received(wk.PublishRefused)) == 1
+    source.close()
+    assert kept(source) == 0
+
+
+def test_a_pull_past_the_limit_is_busy_until_another_ends(source: Worker, sink: Worker) -> None:
+    limit_to(sink, 3)  # a pull keeps its own ids, and the source's
+    refs = [source.publish(f"t{number}", IDS, TOKENS) for number in range(3)]
+    mover_of(sink).hold = True
+    first = sink.pull(refs[0], SINK_IDS, TOKENS)
+    second = sink.pull(refs[1], SINK_IDS, TOKENS)  # there is room for its ids, and none for the source's
+    assert sink.ended(first) is None
+    failed = sink.ended(second)
+    assert isinstance(failed, wk.TicketFailed)
+    assert failed.code is Code.BUSY
+    assert failed.safe_to_reuse
+    mover_of(sink).hold = False
+    mover_of(sink).copy()
+    mover_of(sink).finish()
+    assert kept(sink) == 0
+    third = sink.pull(refs[1], SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(third), wk.TicketDelivered | None)
+    sink.close()
+    assert kept(sink) == 0
