@@ -24,7 +24,7 @@ STEPS = (
     ("kvxferd.client.connection", "Connection.flush", "engine: encode and send the request"),
     ("kvxferd.control.worker_socket", "WorkerSocket._readable", "daemon: handle the worker's frames"),
     ("kvxferd.core.worker_requests", "WorkerRequests.pull", "daemon: check the request, start the pull"),
-    ("kvxferd.control.mover_assignment", "MoverAssignment.send", "daemon: send to the mover"),
+    ("kvxferd.mover.supervisor.processes", "MoverProcesses.send", "daemon: send to the mover"),
     ("kvxferd.mover.process.loop", "MoverLoop._handle", "mover: handle the daemon's frame"),
     ("kvxferd.mover.reads.pull_engine", "PullEngine._start_expansion", "mover: plan the runs"),
     ("kvxferd.mover.reads.pull_engine", "PullEngine._post_slice", "mover: post data"),

@@ -321,10 +321,8 @@ def _check_strides(name: str, names: Sequence[str], view: TensorView) -> None:
         if size < 1:
             raise _cannot(name, "it is empty; leave the tensor out", dimension)
         if size > 1 and stride <= 0:
-            why = (
-                "its indexes are one and the same memory (it is expanded)" if not stride else "it is flipped"
-            )
-            raise _cannot(name, f"{why}; give a copy of its own (tensor.contiguous())", dimension)
+            why = "flipped" if stride else "expanded, so that its indexes are one and the same memory"
+            raise _cannot(name, f"it is {why}; give a copy of its own (tensor.contiguous())", dimension)
 
 
 def _content_of(name: str, dims: Sequence[_Dimension], itemsize: int) -> _Content:

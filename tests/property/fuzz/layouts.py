@@ -29,7 +29,6 @@ from kvxferd.plan import (
     check_request,
     decode_plan,
     encode_plan,
-    plan_reads,
 )
 from tests.property.fuzz.draw import Draw
 from tests.support.fetched_engine import HOME, FetchedEngine
@@ -110,7 +109,6 @@ def _use(draw: Draw, mine: tuple[EngineSpec, RankLayout], theirs: list[tuple[Eng
     topology = TransferTopology(*mine)
     plan = topology.plan_remote_engine(FetchedEngine(theirs[0][0], remote), home=HOME)
     topology.describe(theirs[0][0].engine_id)
-    plan_reads(plan)
     num_tokens = draw.pick([TOKENS] * 6 + [0, 1, BLOCK_TOKENS, 2**31, 2**62, 2**64 - 1])
     local_blocks = {group.name: _blocks(draw, group, num_tokens) for group in mine[1].groups}
     first = theirs[0][1]
