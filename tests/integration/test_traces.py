@@ -63,9 +63,14 @@ def test_one_tree_over_two_daemons_and_the_error_of_a_pull_that_fails(
         source.await_event("Released")
 
     first = _tree(receiver, FIRST, num_spans=1 + 2 * (1 + 9), parents={PREFILL, DECODE})
-    _check_the_delivered(first)
+    (released,), pulls = _named(first, "publish"), _named(first, "pull")
+    assert [released.parent_id, *(pull.parent_id for pull in pulls)] == [PREFILL, DECODE, DECODE]
+    nodes = {pull.resource["service.instance.id"] for pull in pulls}
+    assert len(nodes) == 1
+    assert nodes != {released.resource["service.instance.id"]}
     second = _tree(receiver, SECOND, num_spans=1 + 1 + 2, parents={PREFILL})
-    _check_the_failed(second)
+    errors = {name: _named(second, name)[0].is_error for name in ("publish", "pull", "grant")}
+    assert errors == {"publish": False, "pull": True, "grant": True}  # its engine withdrew it
     assert {span.trace_id for span in receiver.spans} == {FIRST, SECOND}
     for span in receiver.spans:
         assert began_ns <= span.start_ns <= span.end_ns <= time.time_ns()
@@ -90,41 +95,6 @@ def _tree(receiver: TraceReceiver, trace_id: str, num_spans: int, parents: set[s
 
 def _named(spans: list[ReceivedSpan], name: str) -> list[ReceivedSpan]:
     return [span for span in spans if span.name == f"kvxferd.{name}"]
-
-
-def _check_the_delivered(spans: list[ReceivedSpan]) -> None:
-    assert not any(span.is_error for span in spans)
-    (publish,) = _named(spans, "publish")
-    assert (publish.parent_id, publish.kind) == (PREFILL, "PRODUCER")
-    pulls = _named(spans, "pull")
-    assert {pull.parent_id for pull in pulls} == {DECODE}
-    assert {pull.attributes["kvxferd.rank"] for pull in pulls} == {"pp0.tp0", "pp0.tp1"}
-    nodes = {pull.resource["service.instance.id"] for pull in pulls}
-    assert nodes != {publish.resource["service.instance.id"]}
-    assert len(nodes) == 1
-    for pull in pulls:
-        of_pull = [span for span in spans if span.parent_id == pull.span_id]
-        phases = {"handshake", "grant", "connect", "queue", "plan", "wire", "fence", "acknowledge"}
-        assert {span.name for span in of_pull} == {f"kvxferd.{phase}" for phase in phases}
-        (wire,) = _named(of_pull, "wire")
-        (post,) = [span for span in spans if span.parent_id == wire.span_id]
-        assert post.name == "kvxferd.post"
-        assert pull.start_ns <= wire.start_ns <= post.start_ns <= post.end_ns <= wire.end_ns <= pull.end_ns
-        assert pull.attributes["kvxferd.bytes"] > 0
-
-
-def _check_the_failed(spans: list[ReceivedSpan]) -> None:
-    (publish,) = _named(spans, "publish")
-    (pull,) = _named(spans, "pull")
-    (grant,) = _named(spans, "grant")
-    assert not publish.is_error  # its engine withdrew it
-    assert publish.attributes["kvxferd.released"] == "unpublished"
-    assert pull.is_error
-    assert pull.attributes["error.type"] == "released"
-    assert pull.attributes["kvxferd.failed_phase"] == "grant"
-    assert pull.message.startswith("released: cannot grant transfer req-2: it was released")
-    assert (grant.is_error, grant.parent_id) == (True, pull.span_id)
-    assert publish.resource != pull.resource
 
 
 def test_transfers_without_a_trace_are_sampled_by_ratio_and_still_one_tree(

@@ -1,6 +1,6 @@
 """What is long or wants the machine alone, one proof after another: `make proofs`.
 
-    python -m tests.proofs [NAME...] [--args ARGUMENTS] [--changed REV | --stale] [--minutes N] [--record]
+    python -m tests.proofs [NAME...] [--args ARGUMENTS] [--stale] [--minutes N] [--record]
 
 Each proof shows its own output and then one line of JSON. The last table names what ran, with its result and
 its seconds, and what did not run and why. The last line counts. Exits with 1 where a proof failed.
@@ -305,8 +305,7 @@ def why_not(proof: Proof, requested: argparse.Namespace, last: dict[str, object]
     if missing := proof.missing():
         return missing
     since = str(last.get("commit", "")) if last.get("result") == "passed" else ""
-    since = since if requested.stale else requested.changed
-    if (requested.stale or requested.changed) and unchanged_since(proof, since):
+    if requested.stale and unchanged_since(proof, since):
         return f"unchanged since {since}"
     return f"no time left: {proof.minutes:g} min" if proof.minutes * 60 > left_s else ""
 
@@ -317,7 +316,6 @@ def main() -> int:
     names = [proof.name for proof in PROOFS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all by default")
     parser.add_argument("--args", default="", help="in place of the arguments that the table has")
-    parser.add_argument("--changed", default="", metavar="REV", help="those whose paths changed since REV")
     parser.add_argument(
         "--stale", action="store_true", help="those whose paths changed since they last passed"
     )

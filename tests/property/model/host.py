@@ -26,9 +26,8 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RegionAddress, TransferRef
 from tests.property.model.digest import CLOCK_START, digest
-from tests.property.model.process import NUM_SLOTS, OVERWRITTEN, Page, Process
+from tests.property.model.process import NUM_SLOTS, OVERWRITTEN, Page, Process, ToldWorker
 from tests.property.model.scenario import SETTINGS, Scenario
-from tests.property.model.told import ToldWorker
 from tests.support.sim.node import LIBRARY, SimNode
 from tests.support.sim.schedule import Schedule
 
