@@ -60,111 +60,85 @@ def test_a_transfer_that_grows_is_delivered_whole(scenario):
     assert found.states > 50
 
 
-def test_a_part_that_is_not_written_is_found(monkeypatch):
-    monkeypatch.setattr(Transfer, "tokens_ready", lambda self, spec: 8)
-    monkeypatch.setattr(Transfer, "is_ready", lambda self, spec: True)
-    with pytest.raises(Broken, match="was delivered"):
-        Search(Scenario(grows=True)).run()
+# --- what is broken on purpose is found: the replaced attributes, where it shows, and by what
+
+ready, report, tell = PublishedTransfers.rank_ready, Host._report, PublishedTransfers._notify_owners
 
 
-def test_without_the_fence_wrong_bytes_are_delivered():
-    with pytest.raises(Broken, match="was delivered"):
-        Search(Scenario(blind=True)).run()
+def put_off(source: PublishedTransfers, transfer: Transfer) -> None:
+    key = (transfer.engine, transfer.transfer_id)
+    source._context.after(("lease", key), 64.0, lambda: put_off(source, transfer))
 
 
-# --- memory that sleeps comes back with other content, and what was published of it is void
-
-SLEEPS = {
-    "while the daemon is dead": restarted(sleeps=1, crashes=(1, 0), cancel=False),
-    "while a publish is under way": restarted(lag=True, sleeps=1, cancel=False),
-    "while the home is dead": restarted(spans=True, sleeps=1, crashes=(1, 0), cancel=False),
-}
+def ready_in_any_mapping(source: PublishedTransfers, rank: Any, name: Any, said: Any) -> Any:
+    return ready(source, rank, name, said._replace(incarnation=rank.incarnation))
 
 
-@pytest.mark.parametrize("when", SLEEPS)
-def test_a_publish_of_whatever_memory_is_there_is_found(monkeypatch, when):
+def silent(host: Host, mover: Mover, job: Job, **outcome: Any) -> None:
+    report(host, mover, job, **(outcome | {"sent_to_worker": False}))
+
+
+def tell_twice(source: PublishedTransfers, transfer: Transfer, why: Code) -> None:
+    tell(source, transfer, why)
+    tell(source, transfer, why)
+
+
+def present(checks: PublishChecks, session: Session, engine: LocalEngine, said: Publish) -> dict[Rank, str]:
     """Not of the memory that its session knew when it was called."""
-
-    def present(
-        checks: PublishChecks, session: Session, engine: LocalEngine, said: Publish
-    ) -> dict[Rank, str]:
-        return {rank: record.incarnation for rank, record in engine.ranks.items()}
-
-    monkeypatch.setattr(PublishChecks, "_incarnations_of", present)
-    with pytest.raises(Broken, match=r"was delivered|sleeps|was mapped anew"):
-        Search(SLEEPS[when]).run()
+    return {rank: record.incarnation for rank, record in engine.ranks.items()}
 
 
-def test_a_ready_that_outlives_its_memory_is_found(monkeypatch):
-    ready = PublishedTransfers.rank_ready
-    monkeypatch.setattr(
-        PublishedTransfers,
-        "rank_ready",
-        lambda source, rank, name, report: ready(
-            source, rank, name, report._replace(incarnation=rank.incarnation)
-        ),
-    )
-    monkeypatch.setattr(Announcements, "rank_changed", lambda *_: None)
-    with pytest.raises(Broken, match=r"was delivered|was ready in another mapping"):
-        Search(restarted(ready=True, sleeps=1, cancel=False)).run()
+OF_ANY_MEMORY = {"_incarnations_of": present}, r"was delivered|sleeps|was mapped anew"
+BROKEN: dict[str, tuple[type, dict[str, Any], str, Scenario]] = {
+    "a part is not written": (
+        Transfer, {"tokens_ready": lambda self, spec: 8, "is_ready": lambda self, spec: True},
+        "was delivered", Scenario(grows=True),
+    ),
+    "every fence word is believed": (Host, {}, "was delivered", Scenario(blind=True)),
+    # Memory that sleeps comes back with other content, and what was published of it is void.
+    "any memory is published, the daemon was dead": (
+        PublishChecks, *OF_ANY_MEMORY, restarted(sleeps=1, crashes=(1, 0), cancel=False),
+    ),
+    "any memory is published while it changes": (
+        PublishChecks, *OF_ANY_MEMORY, restarted(lag=True, sleeps=1, cancel=False),
+    ),
+    "any memory is published, the home was dead": (
+        PublishChecks, *OF_ANY_MEMORY, restarted(spans=True, sleeps=1, crashes=(1, 0), cancel=False),
+    ),
+    "a ready outlives its memory": (
+        PublishedTransfers, {"rank_ready": ready_in_any_mapping},
+        r"was delivered|was ready in another mapping", restarted(ready=True, sleeps=1, cancel=False),
+    ),
+    # Its daemon told a rank, and died before it told the scheduler.
+    "a released transfer is published again": (
+        FenceSlots, {"is_overwritten": lambda *_: False},
+        "was delivered", restarted(again=True, lag=True, crashes=(1, 0), cancel=False),
+    ),
+    "memory is suspended and mapped": (
+        Registration, {"is_unmapped_elsewhere": True},
+        "is suspended and mapped", restarted(sleeps=1, crashes=(1, 0), cancel=False),
+    ),
+    "a word is said twice": (Host, {"_report": silent}, "ended twice", Scenario(deliveries=True)),
+    "a fence word is not overwritten": (
+        Host, {"overwrite_fence_word": lambda *_: None}, "released before its fence word", Scenario(),
+    ),
+    "a lease never ends": (
+        PublishedTransfers, {"_check_lease": put_off}, "kept for ever", Scenario(unpublish=False),
+    ),
+    "a quarantine never ends": (
+        Pulls, {"mover_died": lambda pulls, mover: None}, "kept for ever", Scenario(deaths=1),
+    ),
+    "a release is told twice": (
+        PublishedTransfers, {"_notify_owners": tell_twice}, "told twice that t1 is released", Scenario(),
+    ),
+}  # fmt: skip
 
 
-def test_a_transfer_that_is_released_and_published_again_is_found(monkeypatch):
-    """Its daemon told a rank, and died before it told the scheduler."""
-    monkeypatch.setattr(FenceSlots, "is_overwritten", lambda *_: False)
-    with pytest.raises(Broken, match="was delivered"):
-        Search(restarted(again=True, lag=True, crashes=(1, 0), cancel=False)).run()
-
-
-def test_memory_that_is_suspended_and_mapped_is_found(monkeypatch):
-    monkeypatch.setattr(Registration, "is_unmapped_elsewhere", True)
-    with pytest.raises(Broken, match="is suspended and mapped"):
-        Search(restarted(sleeps=1, crashes=(1, 0), cancel=False)).run()
-
-
-# --- what else is broken on purpose
-
-
-def test_a_word_that_is_said_twice_is_found(monkeypatch):
-    report = Host._report
-
-    def silent(host: Host, mover: Mover, job: Job, **outcome: Any) -> None:
-        report(host, mover, job, **(outcome | {"sent_to_worker": False}))
-
-    monkeypatch.setattr(Host, "_report", silent)
-    with pytest.raises(Broken, match="ended twice"):
-        Search(Scenario(deliveries=True)).run()
-
-
-def test_a_fence_word_that_is_not_overwritten_is_found(monkeypatch):
-    monkeypatch.setattr(Host, "overwrite_fence_word", lambda *_: None)
-    with pytest.raises(Broken, match="released before its fence word"):
-        Search(Scenario()).run()
-
-
-def test_a_lease_that_never_ends_is_found(monkeypatch):
-    def put_off(source: PublishedTransfers, transfer: Transfer) -> None:
-        key = (transfer.engine, transfer.transfer_id)
-        source._context.after(("lease", key), 64.0, lambda: put_off(source, transfer))
-
-    monkeypatch.setattr(PublishedTransfers, "_check_lease", put_off)
-    with pytest.raises(Broken, match="kept for ever"):
-        Search(Scenario(unpublish=False)).run()
-
-
-def test_a_quarantine_that_never_ends_is_found(monkeypatch):
-    monkeypatch.setattr(Pulls, "mover_died", lambda pulls, mover: None)
-    with pytest.raises(Broken, match="kept for ever"):
-        Search(Scenario(deaths=1)).run()
-
-
-def test_a_release_that_is_told_twice_is_found(monkeypatch):
-    tell = PublishedTransfers._notify_owners
-
-    def tell_twice(source: PublishedTransfers, transfer: Transfer, why: Code) -> None:
-        tell(source, transfer, why)
-        tell(source, transfer, why)
-
-    monkeypatch.setattr(PublishedTransfers, "_notify_owners", tell_twice)
-    with pytest.raises(Broken, match="told twice that t1 is released"):
-        Search(Scenario()).run()
+@pytest.mark.parametrize(("owner", "changed", "found", "scenario"), BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_found(monkeypatch, owner, changed, found, scenario):
+    for name, value in changed.items():
+        monkeypatch.setattr(owner, name, value)
+    if "rank_ready" in changed:
+        monkeypatch.setattr(Announcements, "rank_changed", lambda *_: None)
+    with pytest.raises(Broken, match=found):
+        Search(scenario).run()
