@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from kvxferd.errors import PlanError
 from kvxferd.explain.byte_ranges import ByteRanges, byte_ranges
@@ -19,17 +18,14 @@ from kvxferd.explain.read_estimate import (
     LINKS,
     Link,
     ReadEstimate,
-    ReadSample,
-    bases_at_zero,
     estimate_read,
-    sample_lists,
-    sample_tokens,
+    read_sample,
     tokens_moved,
 )
-from kvxferd.explain.run_lengths import Lengths, describe_runs
+from kvxferd.explain.run_lengths import describe_runs
 from kvxferd.ids import Endpoint, EngineId, Rank
 from kvxferd.layout import GroupKind, UnitRange
-from kvxferd.plan import Expander, Plan, TransferTopology, find_differences
+from kvxferd.plan import Plan, TransferTopology, find_differences
 from kvxferd.plan.assignment import shared_fraction
 from kvxferd.plan.plan import GroupRead
 
@@ -244,12 +240,11 @@ def _reads(plan: Plan, link: Link) -> Iterator[RankRead]:
         for tokens, alike in _by_tokens(group_reads).items():
             size = sum((_bytes_read(group_read, tokens) for group_read in alike), Fraction())
             part = msgspec.structs.replace(plan, group_reads=tuple(alike))
-            step, lengths = _run_lengths(part)
-            times = size / int(lengths.sum())
-            samples.append(ReadSample(part, step, len(lengths), times))
+            sample = read_sample(part, size)
+            samples.append(sample)
             num_bytes += size
-            num_runs += times * len(lengths)
-            sentences[describe_runs(alike, lengths)] = None
+            num_runs += sample.times * len(sample.run_lengths)
+            sentences[describe_runs(alike, sample.run_lengths)] = None
         yield RankRead(
             source,
             kind,
@@ -294,16 +289,6 @@ def _bytes_read(group_read: GroupRead, tokens: int) -> Fraction:
         return Fraction(of_an_item)
     both = shared_fraction(group_read.local.shard, group_read.remote.shard)
     return of_an_item * tokens * both / group_read.granule_tokens
-
-
-def _run_lengths(plan: Plan) -> tuple[int, Lengths]:
-    """Return the tokens of a sample, and its run lengths with ids that are no neighbours on either side."""
-    sides = [side for group_read in plan.group_reads for side in (group_read.local, group_read.remote)]
-    tokens = sample_tokens(sides)
-    local = sample_lists((group_read.local for group_read in plan.group_reads), tokens)
-    remote = sample_lists((group_read.remote for group_read in plan.group_reads), tokens)
-    parts = Expander(plan).parts(local, remote, tokens, *bases_at_zero(plan))
-    return tokens, np.concatenate([runs.length for part in parts for runs in part.values()])
 
 
 def _notes_on_model(prefill: EngineDescription, decode: EngineDescription) -> Iterator[str]:

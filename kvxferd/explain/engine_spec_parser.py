@@ -49,9 +49,8 @@ class Deployment:
 
     @property
     def takes_its_layout(self) -> bool:
-        """Whether the kernels of the model, and of its draft model, take the layout."""
-        draft, layout = self.options.draft, self.options.layout
-        return self.model.takes_layout(layout) and (draft is None or draft.takes_layout(layout))
+        """Whether the kernels of the model take the layout."""
+        return self.model.takes_layout(self.options.layout)
 
     def with_options(self, options: Mapping[str, Any]) -> Deployment:
         """Return the deployment with some other options. Raises ValueError as DeploymentOptions does."""
@@ -124,7 +123,6 @@ class _DeploymentForm(msgspec.Struct, forbid_unknown_fields=True):
     kv_dtype: str = ""
     stages: str | tuple[int, ...] = ()
     pages: Literal["shared", "own"] = "shared"
-    draft: str = ""
 
     def deployment(self) -> Deployment:
         """Return the model with its options. Raises ValueError."""
@@ -141,7 +139,6 @@ class _DeploymentForm(msgspec.Struct, forbid_unknown_fields=True):
             interleave=self.interleave,
             page_bytes=self.page_bytes,
             shared_pages=self.pages == "shared",
-            draft=find_model(self.draft) if self.draft else None,
         )
         if options.pp * options.ranks_per_stage > MAX_ENGINE_RANKS:
             raise ValueError(

@@ -8,15 +8,17 @@ counted over sample lists, and stand for the whole request in proportion to its 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
+from kvxferd.explain.run_lengths import Lengths
 from kvxferd.ids import AgentName, Rank, RegionId
 from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks, pack_ids
-from kvxferd.plan import Plan
+from kvxferd.plan import Expander, Plan
 from kvxferd.plan.covering import CoveredRank, CoverExpander, CoverRequest, FormCount
 from kvxferd.plan.plan import BlockGeometry
 from kvxferd.plan.read_costs import (
@@ -70,9 +72,27 @@ class ReadSample(NamedTuple):
     """A part of a request: what some group reads of one rank move for some tokens."""
 
     plan: Plan  # of these group reads alone
-    tokens: int
-    num_runs: int
+    local: BlocksByGroup
+    remote: BlocksByGroup
+    run_lengths: Lengths
     times: Fraction  # how many such samples the request has
+
+
+def read_sample(plan: Plan, num_bytes: Fraction) -> ReadSample:
+    """Return a sample of a request that moves so many bytes by the plan; its ids have no neighbours.
+
+    Such ids merge nothing, so tokens after which the blocks of all sides begin together are as good as a
+    whole request; the tokens of the largest block where these would be too many. The ids need not exist.
+    """
+    sides = [side for read in plan.group_reads for side in (read.local, read.remote)]
+    spans = [side.id_tokens for side in sides if side.id_tokens]
+    step = math.lcm(*spans)
+    tokens = step if step <= MAX_SAMPLE_TOKENS else max(spans)
+    local = {read.local.group: _sample_block_ids(read.local, tokens) for read in plan.group_reads}
+    remote = {read.remote.group: _sample_block_ids(read.remote, tokens) for read in plan.group_reads}
+    parts = Expander(plan).parts(local, remote, tokens, *_bases_at_zero(plan))
+    lengths = np.concatenate([runs.length for part in parts for runs in part.values()])
+    return ReadSample(plan, local, remote, lengths, num_bytes / int(lengths.sum()))
 
 
 class ReadEstimate(msgspec.Struct, frozen=True):
@@ -89,7 +109,7 @@ def estimate_read(
     samples: Sequence[ReadSample], source: Rank, num_bytes: int, num_runs: int, link: Link
 ) -> ReadEstimate:
     """Return the way that is predicted to be faster; `num_bytes`, `num_runs` are those of the request."""
-    requests = [_prepare(one) for one in samples]
+    requests = [CoverExpander(one.plan).prepare(one.local, one.remote) for one in samples]
     forms = [
         FormCount(form.rank, form.form, max(1, round(form.num_stretches * one.times)))
         for one, request in zip(samples, requests, strict=True)
@@ -113,18 +133,11 @@ def estimate_read(
     return ReadEstimate("covering", factor, num_runs, max(1, round(posted)), predicted_s)
 
 
-def _prepare(sample: ReadSample) -> CoverRequest | None:
-    reads = sample.plan.group_reads
-    local = sample_lists((read.local for read in reads), sample.tokens)
-    remote = sample_lists((read.remote for read in reads), sample.tokens)
-    return CoverExpander(sample.plan).prepare(local, remote)
-
-
 def _posted(sample: ReadSample, request: CoverRequest | None, choice: Choice) -> tuple[int, int]:
     """Return how many descriptors a sample takes, and how many bytes are read beside those wanted."""
     if request is None:
-        return sample.num_runs, 0
-    parts = request.parts(*bases_at_zero(sample.plan), choice.pays)
+        return len(sample.run_lengths), 0
+    parts = request.parts(*_bases_at_zero(sample.plan), choice.pays)
     ranks: list[CoveredRank] = [rank for part in parts for rank in part.values()]
     stretches = [one for rank in ranks for one in rank.stretches]
     num_runs = sum(len(runs.length) for rank in ranks for runs in rank.runs)
@@ -148,29 +161,12 @@ def tokens_moved(window: int | None) -> int:
     return REQUEST_TOKENS if window is None else min(REQUEST_TOKENS, window)
 
 
-def sample_tokens(sides: Iterable[BlockGeometry]) -> int:
-    """Return the tokens after which the blocks of all sides begin together, or those of the largest block.
-
-    Ids without neighbours merge nothing, so a sample of so many tokens is as good as a whole request.
-    """
-    spans = [side.id_tokens for side in sides if side.id_tokens]
-    if not spans:
-        return 1
-    step = math.lcm(*spans)
-    return step if step <= MAX_SAMPLE_TOKENS else max(spans)
-
-
-def bases_at_zero(plan: Plan) -> tuple[dict[RegionId, int], dict[Rank, dict[RegionId, int]]]:
+def _bases_at_zero(plan: Plan) -> tuple[dict[RegionId, int], dict[Rank, dict[RegionId, int]]]:
     """Return addresses for a plan's regions, of its own rank and of each that it reads: nothing is moved."""
     patterns = [pattern for read in plan.group_reads for pattern in read.patterns]
     theirs = dict.fromkeys((pattern.remote.region for pattern in patterns), 0)
     mine = dict.fromkeys((pattern.local.region for pattern in patterns), 0)
     return mine, {read.rank: theirs for read in plan.group_reads}
-
-
-def sample_lists(sides: Iterable[BlockGeometry], tokens: int) -> BlocksByGroup:
-    """Return block lists of ids without neighbours; they need not exist, as nothing is moved."""
-    return {side.group: _sample_block_ids(side, tokens) for side in sides}
 
 
 def _sample_block_ids(side: BlockGeometry, tokens: int) -> PackedBlocks:

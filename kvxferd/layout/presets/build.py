@@ -35,18 +35,17 @@ _KV_REGION = RegionId("kv")
 def model_spec(
     model: ModelFacts, choices: DeploymentOptions, rank: Rank, engine_id: str, generation: str = "preset"
 ) -> EngineSpec:
-    """Return one rank's spec. Layers of a draft model are numbered after the model's own."""
-    draft = choices.draft
+    """Return one rank's spec."""
     return EngineSpec(
         EngineId(engine_id),
         Generation(generation),
-        model.num_layers + (draft.num_layers if draft else 0),
+        model.num_layers,
         pp_size=choices.pp,
         tp_size=choices.ranks_per_stage,
         pp_rank=rank.pp_rank,
         tp_rank=rank.tp_rank,
         num_kv_heads=model.num_kv_heads,
-        fingerprint=f"{model.name}+{draft.name}" if draft else model.name,
+        fingerprint=model.name,
     )
 
 
@@ -54,11 +53,11 @@ def model_layout(model: ModelFacts, choices: DeploymentOptions, rank: Rank) -> R
     """Return the layout of one rank.
 
     The rank's cache is one region of the exact size. Groups are "full", "sliding", for states "state.0"
-    and so on, and others of side caches; those of a draft model have the prefix "draft.". A block has whole
-    granules: more tokens than `block_tokens` where it is no multiple. With `shared_pages`, a hybrid's
-    attention and states are in common pages, as in vLLM: a page holds either a logical block of attention
-    or one state, and a logical block has as many kernel blocks as a state needs room; not where a model has
-    side caches. Every stage has every group, because block lists are the engine's.
+    and so on, and others of side caches. A block has whole granules: more tokens than `block_tokens` where
+    it is no multiple. With `shared_pages`, a hybrid's attention and states are in common pages, as in vLLM:
+    a page holds either a logical block of attention or one state, and a logical block has as many kernel
+    blocks as a state needs room; not where a model has side caches. Every stage has every group, because
+    block lists are the engine's.
     """
     stage = choices.stage(model.num_layers, rank.pp_rank)
     builder = _LayoutBuilder(model, choices, choices.share(rank))
@@ -66,41 +65,25 @@ def model_layout(model: ModelFacts, choices: DeploymentOptions, rank: Rank) -> R
         builder.add_shared_pages(stage)
     else:
         builder.add_separate_regions(stage)
-    end = stage.stop
-    if choices.draft is not None:
-        draft = _LayoutBuilder(
-            choices.draft, choices, choices.share(rank), "draft.", model.num_layers, builder.used
-        )
-        on_last = rank.pp_rank == choices.pp - 1
-        draft.add_separate_regions(range(choices.draft.num_layers if on_last else 0))
-        builder.groups += draft.groups
-        builder.tensors += draft.tensors
-        builder.used = draft.used
-        end += choices.draft.num_layers if on_last else 0
     regions = (RegionSpec(_KV_REGION, builder.used),) if builder.used else ()
-    return RankLayout(stage.start, end, tuple(builder.groups), tuple(builder.tensors), regions)
+    return RankLayout(stage.start, stage.stop, tuple(builder.groups), tuple(builder.tensors), regions)
 
 
 class _LayoutBuilder:
-    """Builds one model's part of one rank's layout."""
+    """Builds one rank's layout."""
 
     def __init__(
         self,
         model: ModelFacts,
         choices: DeploymentOptions,
         share: ShardPosition,
-        prefix: str = "",
-        first_layer: int = 0,
-        used_bytes: int = 0,
     ) -> None:
         self.groups: list[Group] = []
         self.tensors: list[CacheTensor] = []
-        self.used = used_bytes  # bytes of the region
+        self.used = 0  # bytes of the region
         self._model = model
         self._choices = choices
         self._share = share
-        self._prefix = prefix
-        self._first_layer = first_layer  # the global index of the model's layer 0
 
     def add_separate_regions(self, stage: range) -> None:
         """Add every group in arrays of its own, one after the other."""
@@ -142,7 +125,7 @@ class _LayoutBuilder:
         own = [[layer for layer in group if layer in stage] for group in (attention, *state_groups)]
         slots = max(map(len, own))
         page_bytes = max(state_bytes(self._model.states, self._share), self._choices.page_bytes)
-        num_pages = self._choices.blocks_of(self._prefix + ("full" if attention else "state.0"))
+        num_pages = self._choices.blocks_of("full" if attention else "state.0")
         if attention:
             per_logical = blocks_per_logical(
                 self._model, self._choices.tp, self._choices.block_tokens, self._choices.page_bytes
@@ -165,7 +148,7 @@ class _LayoutBuilder:
         self.used += slots * num_pages * page_bytes
 
     def _add_token_array(self, array: TokenArray, layers: Sequence[int], start: int) -> None:
-        self.tensors.extend(array.tensors([self._first_layer + layer for layer in layers], start, _KV_REGION))
+        self.tensors.extend(array.tensors(layers, start, _KV_REGION))
 
     def _add_state(
         self, group: Group, layer: int, start: int, page_bytes: int, states: tuple[StateComponent, ...]
@@ -175,7 +158,7 @@ class _LayoutBuilder:
                 states,
                 self._share,
                 group,
-                layer=self._first_layer + layer,
+                layer=layer,
                 start=start,
                 page_bytes=page_bytes,
                 region=_KV_REGION,
@@ -191,7 +174,6 @@ class _LayoutBuilder:
         block_tokens: int = 0,
         per_logical: int = 1,
     ) -> Group:
-        name = self._prefix + name
         granules = (component.granule_tokens for components in arrays for component in components)
         self.groups.append(
             Group(
@@ -207,7 +189,6 @@ class _LayoutBuilder:
         return self.groups[-1]
 
     def _state_group(self, name: str) -> Group:
-        name = self._prefix + name
         self.groups.append(Group(GroupName(name), self._choices.blocks_of(name), kind=GroupKind.STATE))
         return self.groups[-1]
 

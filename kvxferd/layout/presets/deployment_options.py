@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvxferd.ids import Rank
-from kvxferd.layout.presets.model_facts import ModelFacts
 from kvxferd.layout.sharding import stage_layers
 from kvxferd.layout.tensors import TokenShard
 
@@ -69,7 +68,6 @@ class DeploymentOptions:
     interleave: int = 1  # tokens in a row on one of them
     page_bytes: int = 0  # the least number of bytes from one block to the next: pages are padded to it
     shared_pages: bool = True  # a hybrid's attention and states overlay one another, as in vLLM
-    draft: ModelFacts | None = None  # a draft model; its layers follow the model's, on the last stage
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "block_tokens", "cp", "interleave"):
@@ -124,7 +122,7 @@ class DeploymentOptions:
         return self.num_blocks[group]
 
     def stage(self, num_layers: int, pp_rank: int) -> range:
-        """Return the layers of a pipeline stage, of a model of `num_layers` without its draft."""
+        """Return the layers of a pipeline stage, of a model of `num_layers`."""
         if not self.stages:
             return range(*stage_layers(num_layers, self.pp, pp_rank))
         _require(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from kvxferd.ids import Rank
-from kvxferd.layout.presets import MODELS
 from kvxferd.layout.presets.deploy import Ranks
 from kvxferd.plan import check_blocks
 from tests.support.checked_pull import transfer
@@ -44,12 +41,6 @@ def test_a_row_works_both_ways(movers: Movers, row: str) -> None:
     first, second = engine(model, **one), engine(model, **other)
     assert read_all(movers, first, second) > 0
     assert read_all(movers, second, first) > 0
-
-
-def test_a_draft_models_layers_travel_beside_the_targets(movers: Movers) -> None:
-    draft = dataclasses.replace(MODELS[DENSE], name="draft", kinds=MODELS[DENSE].kinds[:1])
-    first = engine(DENSE, draft=draft)
-    assert read_all(movers, first, engine(DENSE, draft=draft, tp=2, layout="NHD")) > 0
 
 
 def test_a_prefix_hit_moves_only_the_missing_tokens(movers: Movers) -> None:

@@ -89,13 +89,6 @@ def test_only_layouts_that_the_kernels_take_are_advised(model: str, layout: str)
     assert advised <= set(MODELS[model].layouts)
 
 
-def test_a_draft_model_must_take_the_layout_too() -> None:
-    for layout, is_taken in (("BLHNC+SD", True), ("BHLNC", False)):
-        deployment = described(f"tiny-dense,draft=glm-5-next,layout={layout}").deployment
-        assert deployment is not None
-        assert deployment.takes_its_layout == is_taken
-
-
 def test_a_refused_pair_has_no_advice() -> None:
     found = explain_pair(described("llama-3-8b"), described("qwen3-8b"))
     assert found.refused

@@ -94,7 +94,6 @@ def test_loads_of_uneven_heads() -> None:
             {"itemsize": (1, 2), "dtype": ("float8_e4m3fn", "bfloat16"), "content_bytes": (128, 256)},
         ),
         ("deepseek-v3", "deepseek-v3,kv_dtype=fp8", {"content_bytes": (1152, 576)}),
-        ("llama-3-8b", "llama-3-8b,draft=tiny-dense", {"num_layers": (32, 36)}),
     ],
 )
 def test_refusals_name_fields_with_both_values(

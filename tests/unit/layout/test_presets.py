@@ -145,16 +145,6 @@ def test_groups_with_block_counts_of_their_own() -> None:
     assert engine("tiny-gdn", num_blocks={"full": 9, "state.0": 2}, shared_pages=False)
 
 
-def test_a_draft_models_layers_come_last_with_heads_of_their_own() -> None:
-    """Four layers of the target, then two of the draft, on the last stage alone."""
-    ranks = engine("tiny-dense", tp=2, pp=2, draft=MODELS["tiny-quantised"])
-    first, last = ranks[Rank(0, 0)][1], ranks[Rank(1, 0)][1]
-    assert (first.start_layer, first.end_layer, last.start_layer, last.end_layer) == (0, 2, 2, 6)
-    assert sorted({t.layer for t in last.tensors if t.group == "draft.full"}) == [4, 5]
-    assert [g.name for g in first.groups] == ["full", "draft.full"]
-    assert {t.dtype for t in last.tensors if t.layer >= 4} == {"int8"}
-
-
 @pytest.mark.parametrize(
     ("name", "chosen", "words"),
     [
