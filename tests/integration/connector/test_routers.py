@@ -134,36 +134,15 @@ def test_the_cache_moves(engines: Engines, router: str, path: str, stream: bool)
             one.wait_until_released(1)
 
 
-@pytest.mark.parametrize("router", ["through_proxy", "through_router"])
-def test_min_tokens_go_to_the_decode_engine_alone(engines: Engines, router: str) -> None:
-    sent: Send = getattr(engines, router)
-    assert sent(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 40, "min_tokens": 20}).status == 200
+def test_min_tokens_go_to_the_decode_engine_alone(engines: Engines) -> None:
+    assert (
+        engines.through_router(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 40, "min_tokens": 20}).status
+        == 200
+    )
     (prefilled,) = [served for one in engines.prefill for served in one.served]
     (decoded,) = engines.decode.served
     assert "min_tokens" not in prefilled.body
     assert (decoded.body["min_tokens"], decoded.num_pulled) == (20, len(PROMPT))
-
-
-def test_min_tokens_through_llm_d_s_sidecar_are_refused_by_the_prefill_engine(engines: Engines) -> None:
-    """The sidecar keeps them beside max_tokens 1; vLLM refuses that, and nothing is left behind."""
-    reply = engines.through_sidecar(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 40, "min_tokens": 20})
-    assert reply.status == 400
-    assert engines.decode.served == []
-
-
-def test_the_sidecar_s_header_names_the_prefill_engine(engines: Engines) -> None:
-    first, second = engines.prefill
-    several = {PREFILLER_HEADER: f"{first.host_port}, {second.host_port}"}
-    assert engines.through_sidecar(COMPLETIONS, REQUESTS[COMPLETIONS], **several).status == 200
-    assert (len(first.served), len(second.served)) == (1, 0)
-    assert engines.decode.served[0].num_pulled == len(PROMPT)
-
-
-def test_without_the_sidecar_s_header_the_decode_engine_computes(engines: Engines) -> None:
-    reply = engines.through_sidecar(COMPLETIONS, REQUESTS[COMPLETIONS], **{PREFILLER_HEADER: ""})
-    assert reply.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
-    assert [one.served for one in engines.prefill] == [[], []]
-    assert engines.decode.served[0].num_pulled == 0
 
 
 @pytest.mark.parametrize("router", ROUTERS)

@@ -118,6 +118,13 @@ def _raises_or_is_sent(stage: Stage, call: Callable[[], object], kind: type) -> 
 
 BAD_CALLS: dict[str, Callable[[RankHandle], object]] = {
     "transfer id": lambda r: r.publish(LONE, blocks(), 10),
+    "transfer id, none": lambda r: r.publish("", blocks(), 10),
+    "transfer id, long": lambda r: r.publish("x" * 300, blocks(), 10),
+    "group, unknown": lambda r: r.publish("t", {"sliding": BlockList(ids=[1])}, 10),
+    "num_tokens, none": lambda r: r.publish("t", blocks(), 0),
+    "num_tokens, half": lambda r: r.publish("t", blocks(), 1.5),  # type: ignore[arg-type]
+    "num_readers, none": lambda r: r.publish("t", blocks(), 10, num_readers=0),
+    "lease_s, negative": lambda r: r.publish("t", blocks(), 10, lease_s=-1.0),
     "ready": lambda r: r.ready(LONE),
     "ready, no text": lambda r: r.ready(7),  # type: ignore[arg-type]
     "group": lambda r: r.publish("t", {LONE: BlockList(ids=[1])}, 10),

@@ -25,15 +25,6 @@ def test_a_publish_goes_when_its_blocks_are_written(stage: Stage) -> None:
     assert (publish.transfer_id, publish.nonce) == ("req-1", ref.nonce)
 
 
-def test_ready_waits_too(stage: Stage) -> None:
-    rank, kernel = stage.rank(), Kernel()
-    rank.ready("req-1", after=kernel)
-    rank.publish("req-2", blocks(), num_tokens=48)
-    assert stage.side.expect(worker.Publish).transfer_id == "req-2"
-    kernel.done.set()
-    assert stage.side.expect(worker.Ready).transfer_id == "req-1"
-
-
 def test_a_pull_goes_when_nobody_uses_its_blocks(stage: Stage) -> None:
     rank, kernel = stage.rank(), Kernel()
     ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=WAIT_S, after=kernel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.client import BlockList, make_ref
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import Code, EngineError
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
 from kvxferd.wire.common import BlockIds
@@ -142,16 +142,6 @@ def test_impossible_numbers_are_refused(stage: Stage, ready: int) -> None:
     rank.publish("t1", lists(3), 40, ready_tokens=0)
     with pytest.raises(EngineError):
         rank.ready("t1", ready)
-
-
-def test_a_router_makes_the_reference(stage: Stage) -> None:
-    rank = stage.rank()
-    ref = make_ref("tcp://10.0.0.1:9441", "e", "g1", "t1")
-    assert len(ref.nonce) == 32
-    rank.publish("t1", lists(3), 16, nonce=ref.nonce)
-    assert stage.side.expect(worker.Publish).nonce == ref.nonce
-    with pytest.raises(KvxferdError, match="32 random ones"):
-        make_ref("tcp://10.0.0.1:9441", "e", "g1", "t1", nonce="0" * 31)
 
 
 def test_a_progressive_pull_is_sent_as_one(stage: Stage) -> None:

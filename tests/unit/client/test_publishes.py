@@ -182,28 +182,6 @@ def test_ids_that_are_refused_here(stage: Stage, ids: object, words: str) -> Non
     assert stage.side.is_silent()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"transfer_id": ""},
-        {"transfer_id": "x" * 300},
-        {"transfer_id": "\ud800"},
-        {"blocks": {"sliding": BlockList(ids=[1])}},
-        {"num_tokens": 0},
-        {"num_tokens": 1.5},
-        {"num_readers": 0},
-        {"lease_s": -1.0},
-        {"lease_s": float("nan")},
-        {"lease_s": float("inf")},
-    ],
-)
-def test_publishes_that_are_refused_here(stage: Stage, wrong: dict[str, object]) -> None:
-    rank = stage.rank()
-    with pytest.raises(EngineError, match="cannot"):
-        rank.publish(**({"transfer_id": "req-1", "blocks": blocks(), "num_tokens": 48} | wrong))
-    assert stage.side.is_silent()
-
-
 def test_a_rank_hears_of_transfers_that_another_session_published(stage: Stage) -> None:
     rank = stage.rank()
     rank.ready("from-the-scheduler")

@@ -349,15 +349,6 @@ def test_nonsense_costs_the_connection_and_no_more(stage: Stage, nonsense) -> No
 # --- A mover has the memory only once the client watches it: so no mover that still writes is unknown
 
 
-def test_the_pidfd_comes_with_the_offer_and_with_nothing_else(stage: Stage) -> None:
-    rank = stage.rank()
-    assert rank.is_connected
-    stage.side.offer(stage.new_mover())
-    stage.side.say(worker.MoverChanged())
-    rank.prepare(REF)
-    stage.side.expect(worker.Prepare)
-
-
 def test_a_publisher_is_offered_nothing(stage: Stage) -> None:
     stage.publisher()
     stage.side.say(worker.MoverOffered(number=1), stage.new_mover().pidfd)

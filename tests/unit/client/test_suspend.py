@@ -108,14 +108,6 @@ def test_a_refused_resume_leaves_the_rank_suspended(stage: Stage) -> None:
     again.result(WAIT_S)
 
 
-def test_resume_before_suspended_is_refused(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.suspend()
-    with pytest.raises(EngineError, match="before its Suspended") as refused:
-        rank.resume({REGION: stage.memory})
-    assert refused.value.code is Code.OUT_OF_PLACE
-
-
 def test_a_resume_that_times_out_goes_on(stage: Stage) -> None:
     rank = suspended(stage)
     with pytest.raises(KvxferdError, match="has not answered") as late:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -114,13 +112,6 @@ def test_a_reference_with_one_goes_through_json_and_a_dict() -> None:
     for form in (traced, traced.to_json(), traced.to_json().encode(), traced.to_dict()):
         assert TransferRef.parse(form).traceparent == VALID
     assert traced.to_dict() == REF.to_dict() | {"traceparent": VALID}
-
-
-@pytest.mark.parametrize("trace", ["", VALID])
-def test_a_pickled_reference_keeps_it(trace: str) -> None:
-    ref = REF.with_trace(trace)
-    again = pickle.loads(pickle.dumps(ref))
-    assert (again, msgspec.to_builtins(again)) == (ref, msgspec.to_builtins(ref))
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from kvxferd.errors import Code, EngineError
-from kvxferd.integrations.vllm.options import Options, read_options
+from kvxferd.integrations.vllm.options import read_options
 from kvxferd.integrations.vllm.session import stats
-
-
-def test_nothing_need_be_said() -> None:
-    assert read_options({}) == Options()
-
-
-def test_seconds_may_be_whole_numbers() -> None:
-    assert read_options({"pull_deadline_s": 5, "lease_s": 40}).pull_deadline_s == 5
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from kvxferd.integrations.vllm.layout.facts import (
     WorkerFacts,
 )
 from kvxferd.integrations.vllm.layout.opaque import is_opaque
-from kvxferd.integrations.vllm.layout.specs import draft_model, read_groups, read_layers
+from kvxferd.integrations.vllm.layout.specs import read_groups, read_layers
 from kvxferd.integrations.vllm.layout.states import state_tensors
 from kvxferd.integrations.vllm.layout.support import BlockContent, version_warning
 from kvxferd.layout import CacheTensor
@@ -234,12 +234,6 @@ def test_scales_that_are_calculated_at_run_time(mode: str, is_refused: bool) -> 
     assert len(support.QUANTISED_CACHE_RULES) == 1
 
 
-@pytest.mark.parametrize("method", [*support.METHODS_WITHOUT_DRAFT_CACHE, "eagle", "mtp", "draft_model"])
-def test_methods_without_a_draft_s_cache(method: str) -> None:
-    config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, draft_model_config="draft"))
-    assert (draft_model(config) is None) == (method in support.METHODS_WITHOUT_DRAFT_CACHE)
-
-
 @pytest.mark.parametrize(
     ("version", "is_known"),
     [
@@ -270,15 +264,3 @@ def test_a_source_tree_of_vllm_has_no_version_but_a_declared_one(
     declared: str, version: str, found: str
 ) -> None:
     assert support.version_of_opaque_caches(declared, version) == found
-
-
-def test_the_page_has_every_name_once_under_the_right_word() -> None:
-    """The page is generated; this reads it as a reader does."""
-    rows = re.findall(r"^\| (`.+?) \| (moved|opaque|refused|yes|no) \|", PAGE.read_text(), re.MULTILINE)
-    listed = [(name, reply) for cell, reply in rows for name in re.findall("`(.+?)`", cell)]
-    tables = {
-        name: "refused" if found.kind is None else "moved" for name, found in support.CACHES.items()
-    } | dict.fromkeys((*support.BACKENDS, *QUANT_MODES, support.UNIFORM_SPEC), "moved")
-    tables |= dict.fromkeys(support.REFUSED_BACKENDS, "refused")
-    tables |= {name: "yes" if found.is_supported else "no" for name, found in support.PARALLEL_SIZES.items()}
-    assert sorted(listed) == sorted(tables.items())
