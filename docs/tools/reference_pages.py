@@ -316,7 +316,6 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "vllm backends": vllm_tables.vllm_backends,
     "vllm quantisation": vllm_tables.vllm_quantisation,
     "vllm parallelism": vllm_tables.vllm_parallelism,
-    "vllm inventory": vllm_tables.vllm_inventory,
     "sglang pools": sglang_tables.sglang_pools,
     "sglang versions": sglang_tables.sglang_versions,
 }

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from docs.tools.markdown_parts import cell, filled, table
 from kvxferd.integrations.vllm.layout import support
 from tests.proofs.other_nixl import TESTS as MOVER_TESTS
-from tests.proofs.vllm.inventory import kept_inventory
 from tests.proofs.vllm.runs import ReleaseRun, kept_runs
 from tests.support.repository import files_in, parsed
 
@@ -125,34 +124,6 @@ def vllm_parallelism() -> Iterator[str]:
         "own cache moves with the model's."
     )
     yield from ("", filled(speculation))
-
-
-def vllm_inventory() -> Iterator[str]:
-    """Yield a table of every file of vLLM 0.33 that makes a cache, or defines an attention backend."""
-    rows = []
-    for path, found in kept_inventory("0.33").items():
-        items = [(name, _cache_is(name)) for name in found["caches"]]
-        items += [(name, _backend_is(name)) for name in found["backends"]]
-        if any(part in path for part in ("/amd/", "rocm", "aiter")):
-            items = [(name, "refused") for name, _ in items]
-        marked = [f"`{name}`" if reply == "moved" else f"`{name}` ({reply})" for name, reply in items]
-        worst = max((reply for _, reply in items), key=("moved", "opaque", "refused").index)
-        rows.append((f"`{path}`", worst, ", ".join(marked)))
-    yield from table(("file of vLLM", "is", "its caches and attention backends"), rows)
-
-
-def _cache_is(name: str) -> str:
-    """Return what becomes of a class of caches."""
-    found = support.CACHES.get(name)
-    return "moved" if name == support.UNIFORM_SPEC or (found and found.kind is not None) else "refused"
-
-
-def _backend_is(name: str) -> str:
-    """Return what becomes of the pages of an attention backend; those of a mixer are told by the mixer."""
-    if support.refusal_of_backend(name) is not None:
-        return "refused"
-    is_mixer = any(part in name for part in ("GDN", "KDA", "Linear", "Mamba", "ShortConv"))
-    return "moved" if name in support.BACKENDS or is_mixer else "opaque"
 
 
 def yes_or_no(is_so: bool) -> str:

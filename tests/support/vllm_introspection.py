@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -340,7 +339,6 @@ def names() -> dict[str, list[str]]:
     """The names of what an engine may have: caches, attention backends, quantisation modes, sizes."""
     import dataclasses
 
-    import vllm
     from vllm.config import KVTransferConfig, ParallelConfig
     from vllm.v1 import kv_cache_interface
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -354,7 +352,6 @@ def names() -> dict[str, list[str]]:
         "quantisation": [mode.name for mode in kv_cache_interface.KVQuantMode],
         "parallel": [field.name for field in dataclasses.fields(ParallelConfig)],
         "transfer": [field.name for field in dataclasses.fields(KVTransferConfig)],
-        "package": [str(Path(vllm.__file__).parent), vllm.__version__],
     }
 
 

@@ -26,7 +26,6 @@ from kvxferd.integrations.vllm.session.request_params import ref_from_params
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
 from kvxferd.plan import TransferTopology
-from tests.proofs.vllm.inventory import inventory_of, kept_inventory
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest
 from tests.support.documented_commands import ROOT, commands_of
 from tests.support.fetched_engine import register
@@ -257,13 +256,6 @@ def test_the_tables_of_what_is_supported_have_each_name_of_its() -> None:
     assert set(found["caches"]) - {"AttentionSpec"} == {*support.CACHES, support.UNIFORM_SPEC}
     assert set(found["quantisation"]) >= set(QUANT_MODES)
     assert set(support.PARALLEL_SIZES) <= set(found["parallel"])
-
-
-def test_the_inventory_is_that_of_its_sources() -> None:
-    package, version = send_request("names")["package"]
-    if not version.startswith("0.33"):
-        pytest.skip("the inventory is of vLLM 0.33")
-    assert inventory_of(Path(package)) == kept_inventory("0.33")
 
 
 def test_the_documents_name_flags_and_fields_of_its() -> None:
