@@ -58,7 +58,6 @@ DOCS_STAMP := $(VENV)/.installed-docs
 docs: $(DOCS_STAMP)
 	$(VENV)/bin/python -m docs.tools.reference_pages
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
-	$(VENV)/bin/python docs/tools/check_site.py build/site
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP_INSTALL) --quiet -e '.[docs]'

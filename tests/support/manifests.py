@@ -60,14 +60,6 @@ def render(path: Path) -> list[Manifest]:
     return list(yaml.safe_load_all(_render(path)))
 
 
-def raw_overlay(name: str, workload: str) -> list[Manifest]:
-    """Return an overlay's own workload and the base's configuration, without kubectl."""
-    files = (KUBERNETES / "overlays" / name / workload).read_text()
-    text = (KUBERNETES / "base" / "kvxferd.toml").read_text()
-    config = {"kind": "ConfigMap", "metadata": {"name": "kvxferd"}, "data": {"kvxferd.toml": text}}
-    return [config, *yaml.safe_load_all(files)]
-
-
 def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:
     """Return the manifests of those kinds."""
     return [manifest for manifest in manifests if manifest["kind"] in kinds]

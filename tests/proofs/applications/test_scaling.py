@@ -6,7 +6,6 @@ import sys
 from types import FrameType
 
 import pytest
-from scale import exponent, totals
 from scaling import control_plane
 from scaling.control_plane import Load, LoadResult
 from scaling.engines import DeploymentShape
@@ -77,17 +76,3 @@ def test_no_event_costs_more_among_many(name: str, few: float, many: float) -> N
 def ticks(measured: LoadResult) -> float:
     """What all ticks of a run cost."""
     return measured.us_per_event["Tick"] * measured.num_events["Tick"]
-
-
-def test_few_events_that_each_do_more_are_reported() -> None:
-    found = totals([calls(num_waiting=waiting, num_engines=2) for waiting in (4, 40)])
-    few, many = found["all ticks, ms"]
-    assert 0 < few < many
-    assert len(found) == 3
-    assert all(cost > 0 for costs in found.values() for cost in costs)
-
-
-@pytest.mark.parametrize(("power", "factor"), [(0.0, 5.0), (1.0, 0.1), (2.0, 3.0)])
-def test_the_fit_finds_the_power(power: float, factor: float) -> None:
-    sizes = [1.0, 10.0, 300.0]
-    assert exponent(sizes, [factor * size**power for size in sizes]) == pytest.approx(power)

@@ -2,20 +2,18 @@
 
     python -m tests.proofs.game_day [--out DIRECTORY] [FAULT...]
 
-Writes a file for each fault with the outputs of both nodes, and `table.md`. Exits with 1 where the verdict
-did not name a fault, or no output did. Which alerts fire: `make proofs ONLY=monitoring`.
+Writes a file for each fault with the outputs of both nodes. Exits with 1 where the verdict did not name a
+fault, or no output did. Which alerts fire: `make proofs ONLY=monitoring`.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.proofs.game_day.faults import FAULTS, Fault
@@ -67,38 +65,14 @@ def run(fault: Fault, directory: Path) -> Result:
         stage.close()
 
 
-def write(result: Result, directory: Path) -> None:
-    """Write every output of a fault into a file."""
-    parts = [f"# {result.fault.title}\n"]
-    for node, outputs in result.outputs.items():
-        parts += [f"## {node}: {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in outputs.items()]
-    (directory / f"{result.fault.name}.md").write_text("\n".join(parts))
-
-
-def table(results: Sequence[Result]) -> str:
-    """Return the results as a Markdown table."""
-    heads = ["fault", "read at", "in the verdict, seconds after the strike", "cause named by"]
-    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for result in results:
-        began = _in_order(result.began_s, result.fault.node) or "none"
-        cells = [result.fault.title, result.fault.node, began, _named_by(result)]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
-
-
-def _in_order(seconds_by_key: dict[tuple[str, str], float], own: str) -> str:
-    """Return what began, in order, with the node where that is not the one that is read."""
-    return ", ".join(
-        f"{what} {seconds:.1f}" + ("" if node == own else f" ({node})")
-        for (node, what), seconds in sorted(seconds_by_key.items(), key=lambda item: item[1])
+def describe(result: Result) -> str:
+    """Return a fault's line: what its verdict had, after how many seconds, and what names the cause."""
+    began = ", ".join(
+        f"{what} {seconds:.1f} s" + ("" if node == result.fault.node else f" ({node})")
+        for (node, what), seconds in sorted(result.began_s.items(), key=lambda item: item[1])
     )
-
-
-def _named_by(result: Result) -> str:
-    silent = [name.partition(" ")[0] for name, is_named in result.named_by.items() if not is_named]
-    if len(silent) == len(result.named_by):
-        return "none"
-    return f"all but {', '.join(silent)}" if silent else "all"
+    named = ", ".join(name for name, is_named in result.named_by.items() if is_named)
+    return f"{result.fault.title}, {result.fault.node}: {began or 'no verdict'}; named by {named or 'none'}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,19 +86,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no such fault: {', '.join(unknown)}; there are {', '.join(names)}")
     chosen.out.mkdir(parents=True, exist_ok=True)
-    results = []
+    hidden = []
     for fault in FAULTS:
         if chosen.faults and fault.name not in chosen.faults:
             continue
         with tempfile.TemporaryDirectory(prefix="game-day-") as directory:
             result = run(fault, Path(directory))
-        results.append(result)
-        write(result, chosen.out)
-        print(table([result]).splitlines()[-1], flush=True)
-    command = shlex.join(["python", "-m", "tests.proofs.game_day", *chosen.faults])
-    text = f"`{command}`, {datetime.now(UTC):%Y-%m-%d}\n\n{table(results)}"
-    (chosen.out / "table.md").write_text(text)
-    hidden = [result.fault.name for result in results if result.is_hidden]
+        texts = [
+            f"## {node}: {name}\n\n{text}"
+            for node, outputs in result.outputs.items()
+            for name, text in outputs.items()
+        ]
+        (chosen.out / f"{fault.name}.md").write_text("\n\n".join([f"# {fault.title}", *texts]))
+        print(describe(result), flush=True)
+        if result.is_hidden:
+            hidden.append(fault.name)
     if hidden:
         print(f"not named: {', '.join(hidden)}")
     return 1 if hidden else 0

@@ -19,7 +19,6 @@ from kvxferd.bench.cases import (
 )
 from kvxferd.cli.bench import SIZES
 from kvxferd.ids import Rank
-from kvxferd.layout.presets import deploy
 from kvxferd.tooling.engine_pair import EnginePair
 
 POOL = 400
@@ -31,14 +30,6 @@ def sized(shape: str, size_bytes: int) -> EnginePair:
 
 def case_of(shape: str, pattern: BlockPattern, blocks: int = 32, slots: int = 3) -> Case:
     return Case(sized(shape, 64 * MIB), pattern, blocks, slots)
-
-
-def test_eight_ranks_of_llama_are_the_engine_of_tp8() -> None:
-    eight = equal_engines("d", "llama-3-70b", 80, POOL, ranks=8)
-    theirs = deploy("llama-3-70b", tp=8, num_blocks=POOL)
-    assert {rank: layout for rank, (_, layout) in eight.engine("decode").items()} == {
-        rank: layout for rank, (_, layout) in theirs.items()
-    }
 
 
 @pytest.mark.parametrize(
@@ -88,23 +79,9 @@ def test_lists_are_as_broken_as_they_are_called(pattern: BlockPattern, most: int
     assert most * 0.7 <= stretches <= most
 
 
-def test_both_sides_of_a_scattered_list_differ() -> None:
-    case = case_of("qwen3-8b", BlockPattern.SCATTERED)
-    sides = [block_lists(case, role, 0)["full"] for role in ("prefill", "decode")]
-    assert not np.array_equal(*sides)
-    # Eighty layers or thirty-six: what is scattered on both sides merges hardly anywhere.
-    assert len(runs_of(case, 0).length) > 0.9 * 32 * 72
-
-
 def test_a_list_longer_than_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot list 1200 blocks: the pool has 400"):
         block_lists(case_of("qwen3-8b", BlockPattern.SCATTERED, blocks=400), "decode", 0)
-
-
-def test_a_large_pull_is_checked_at_the_ends_of_stretches_of_several_blocks() -> None:
-    pair = equal_engines("d", "llama-3-70b", 8, 32_768)
-    assert Case(pair, BlockPattern.FRAGMENTED, 4096).ends_of == 16
-    assert Case(pair, BlockPattern.FRAGMENTED, 32_768).ends_of == 8 * 16
 
 
 @pytest.mark.parametrize("shape", ["llama-3-70b", "mamba2-hybrid"])

@@ -53,13 +53,6 @@ async def test_json_is_one_object(tmp_path: Path) -> None:
         assert json.loads(result.stdout)["drained"] is False
 
 
-async def test_status_shows_warnings(tmp_path: Path) -> None:
-    node = StillNode()
-    node.warned = ["the peer socket is open"]
-    async with daemon(tmp_path, node) as config:
-        assert "the peer socket is open" in (await run("status", "--socket", config.control.socket)).output
-
-
 # --- keygen
 
 
@@ -79,12 +72,6 @@ def test_a_key_is_written_for_its_owner_alone_and_its_public_half_is_printed(tmp
     assert key.secret.hex() in path.read_text()
     assert key.secret.hex() not in repr(key)
     assert key.secret.hex() not in made.output
-
-
-def test_a_directory_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
-    made = keygen("--output", str(tmp_path / "keys" / "peer.key"))
-    assert made.exit_code == 2
-    assert "No such file or directory; give --output a file in a directory that is there" in made.output
 
 
 def test_a_file_that_is_there_is_never_written_over(tmp_path: Path) -> None:

@@ -146,15 +146,6 @@ async def test_a_topology_has_the_names_of_in_engine_connectors(tmp_path: Path) 
     assert [one["target_remote_ranks"] for one in shown] == [[0, 1], [1], [1]]
 
 
-async def test_the_socket_comes_from_the_same_settings_as_the_daemons(tmp_path: Path) -> None:
-    file = tmp_path / "k.toml"
-    file.write_text(f'[node]\nrun_dir = "{tmp_path}"\n')
-    async with daemon(tmp_path):
-        by_file = await run("status", "--config", str(file))
-        by_environment = await run("status", environ={"KVXFERD_NODE_RUN_DIR": str(tmp_path)})
-    assert by_file.exit_code == by_environment.exit_code == 0
-
-
 async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
     async with daemon(tmp_path, StillNode(["nixl cannot be imported"])) as config:
         result = await run("status", "--socket", config.control.socket)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import configparser
 import re
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deploy.image import build
-from deploy.image.build import Mount, build_command, mounts_of, package_sources, pip_conf
+from deploy.image.build import Mount, build_command, mounts_of, package_sources
 
 ROOT = Path(__file__).parents[3]
 LOCK = ROOT / "constraints.txt"
@@ -60,42 +55,6 @@ def test_settings_that_say_where_packages_come_from_are_taken_and_others_are_not
     }
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_variable_goes_before_a_file_in_any_order(first: int) -> None:
-    listed = ["global.index-url='https://a'", "install.index-url='https://b'", ":env:.index-url='https://c'"]
-    assert package_sources(listed[first:] + listed[:first]) == {"index-url": "https://c"}
-
-
-@pytest.mark.process
-def test_what_pip_prints_is_what_is_read(tmp_path: Path) -> None:
-    conf = tmp_path / "pip.conf"
-    conf.write_text(
-        "[global]\nindex-url = https://index.example/simple\nextra-index-url =\n    https://a/%40b\n    file:///c\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--isolated", "config", "list"],
-        env={"PIP_CONFIG_FILE": str(conf), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    if not done.stdout:
-        pytest.skip("this pip reads no file that PIP_CONFIG_FILE names")
-    found = package_sources(done.stdout.splitlines())
-    assert found["index-url"] == "https://index.example/simple"
-    assert found["extra-index-url"].split() == ["https://a/%40b", "file:///c"]
-
-
-VALUES = st.text(st.characters(codec="ascii", categories=("L", "N", "P")), min_size=1)
-
-
-@given(st.dictionaries(st.sampled_from(build.SOURCES), VALUES))
-def test_a_file_of_settings_reads_as_they_were(sources: dict[str, str]) -> None:
-    parser = configparser.RawConfigParser()
-    parser.read_string(pip_conf(sources))
-    assert dict(parser["global"]) == sources
-
-
 def test_an_index_is_mounted_with_the_folder_that_its_links_lead_to(tmp_path: Path) -> None:
     for name in ("index/simple", "index/files", "wheels", "spaced index/simple"):
         (tmp_path / name).mkdir(parents=True)
@@ -110,11 +69,6 @@ def test_an_index_is_mounted_with_the_folder_that_its_links_lead_to(tmp_path: Pa
     names = ("ca.crt", "index", "spaced index", "wheels")
     assert mounts_of(sources) == [Mount(tmp_path / name) for name in names]
     assert mounts_of(sources)[0].flag() == f"--volume={tmp_path}/ca.crt:{tmp_path}/ca.crt:ro"
-
-
-def test_a_host_s_root_is_not_mounted() -> None:
-    with pytest.raises(SystemExit, match="cannot mount /"):
-        mounts_of({"index-url": "file:///usr"})
 
 
 def test_the_command_names_the_settings_file_and_not_what_it_holds(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,20 +25,17 @@ from kvxferd.control.allowed_keys_file import read_allowed_keys
 from kvxferd.control.curve_keys import read_key
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.daemon import STOP_S
-from kvxferd.mover.transport.staging import NUM_SLOTS, SLOT_BYTES
 from tests.support.documented_commands import blocks_of
 from tests.support.manifests import (
     FIELDS,
     KUBERNETES,
     ROOT,
     Manifest,
-    bytes_of,
     containers_of,
     environment_of,
     mounts_of,
     of_kind,
     pod_of,
-    raw_overlay,
     render,
 )
 
@@ -52,17 +48,11 @@ FOREIGN_KINDS = {"PodMonitor", "PrometheusRule"}
 MIB = 1 << 20
 PUBLIC_KEY = "354db91c7d2e479b1fdfbd2fd4b3f0240a466b380126cc90cf82185728fcd524"
 
-FORMS: dict[str, Callable[[], list[Manifest]]] = {
-    "daemonset.yaml": lambda: raw_overlay("daemonset", "daemonset.yaml"),
-    "deployment.yaml": lambda: raw_overlay("sidecar", "deployment.yaml"),
-    **{name: (lambda name=name: render(KUBERNETES / "overlays" / name)) for name in OVERLAYS},
-}
 
-
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=OVERLAYS)
 def form(request: pytest.FixtureRequest) -> list[Manifest]:
-    """Each overlay as rendered, and the two workloads as they are written, where there is no kubectl."""
-    return FORMS[request.param]()
+    """Each overlay as rendered."""
+    return render(KUBERNETES / "overlays" / request.param)
 
 
 @pytest.fixture
@@ -144,16 +134,6 @@ def test_an_overlay_is_valid(overlay: str, version: str) -> None:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_files_are_valid_as_they_are_written(version: str) -> None:
-    for manifest in (
-        *of_kind(FORMS["daemonset.yaml"](), "DaemonSet"),
-        *of_kind(FORMS["deployment.yaml"](), "Deployment"),
-        engine_pod(),
-    ):
-        kubernetes_validate.validate(manifest, version, strict=True)
-
-
 def test_no_pod_has_a_token_or_a_privilege_it_does_not_need(pod: Manifest) -> None:
     assert pod["automountServiceAccountToken"] is False
     for name, container in containers_of(pod).items():
@@ -184,10 +164,6 @@ def test_the_settings_are_loaded_and_the_ports_agree(
     assert config.http.bind == f"{address}:{ports['http']}"
     annotations = workload["spec"]["template"]["metadata"]["annotations"]
     assert annotations == {"prometheus.io/scrape": "true", "prometheus.io/port": str(ports["http"])}
-
-
-def test_a_variable_is_used_after_it_is_set(daemon: Manifest) -> None:
-    assert not [value for value in environment_of(daemon).values() if "$(" in value]
 
 
 def test_the_arguments_are_the_command_line_s_and_name_the_mounted_file(daemon: Manifest) -> None:
@@ -269,42 +245,7 @@ def test_the_sidecar_is_a_native_one_and_ready_before_the_engine(pod: Manifest, 
     assert [container["name"] for container in pod["containers"]] == ["engine"]
 
 
-def test_the_daemon_set_sees_the_node_s_processes_and_addresses() -> None:
-    (workload,) = of_kind(FORMS["daemonset.yaml"](), "DaemonSet")
-    assert pod_of(workload)["hostPID"] is True
-    assert pod_of(workload)["hostNetwork"] is True
-    assert pod_of(workload)["dnsPolicy"] == "ClusterFirstWithHostNet"
-
-
 # Memory.
-
-
-@pytest.mark.parametrize("path", ["daemonset/daemonset.yaml", "sidecar/deployment.yaml"])
-def test_the_memory_limit_holds_all_that_may_be_full_at_once(path: str, tmp_path: Path) -> None:
-    """And 512 MiB more. The tables are those of the comment beside it, with the limits of today."""
-    form = FORMS[Path(path).name]()
-    _workload, pod, daemon = parts_of(form)
-    config = read_config(form, daemon, tmp_path)
-    (tables,) = re.findall(r"MiB  tables(.*)$", (KUBERNETES / "overlays" / path).read_text(), re.MULTILINE)
-    addends = [int(n) for n in re.findall(r"\d+", tables)]
-    limits = (ROOT / "docs" / "reference" / "limits.md").read_text()
-    assert all(f"{addend} MiB" in limits for addend in addends)
-    ranks, pool = config.limits.max_ranks, config.mover.pool_size
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    # A medium of memory counts to the container that writes it.
-    shared = volumes[mounts_of(daemon)["/dev/shm"]["name"]].get("emptyDir", {})
-    parts = {
-        "the forkserver": 60,
-        "tables": sum(addends),
-        "movers": (ranks + pool) * 15,
-        "copies": ranks * 2 * SLOT_BYTES * NUM_SLOTS // MIB,
-        "covering reads": config.limits.staging_bytes // MIB,
-        "events": ranks * 32,
-        "/dev/shm": bytes_of(shared["sizeLimit"]) // MIB if shared else 0,
-    }
-    limit = bytes_of(daemon["resources"]["limits"]["memory"]) // MIB
-    assert sum(parts.values()) + 512 <= limit
-    assert bytes_of(daemon["resources"]["requests"]["memory"]) // MIB <= limit
 
 
 # GPUs.
@@ -327,19 +268,6 @@ def test_gpus_are_visible_and_none_is_requested(tmp_path: Path) -> None:
         for wants in daemon["resources"].values():
             assert set(wants) <= {"cpu", "memory"}
         read_config(form, daemon, tmp_path)
-
-
-@pytest.mark.process
-def test_cuda_s_host_memory_is_on_top_of_the_limit(tmp_path: Path) -> None:
-    plain = {"DaemonSet": FORMS["daemonset.yaml"](), "Deployment": FORMS["deployment.yaml"]()}
-    for _, form in gpu_forms(tmp_path):
-        (workload,) = of_kind(form, "DaemonSet", "Deployment")
-        (without,) = of_kind(plain[workload["kind"]], workload["kind"])
-        limits = [
-            bytes_of(containers_of(pod_of(w))["kvxferd"]["resources"]["limits"]["memory"])
-            for w in (without, workload)
-        ]
-        assert limits[1] - limits[0] == 16 * 512 * MIB
 
 
 @pytest.mark.process
@@ -463,14 +391,6 @@ def test_a_pod_monitor_finds_the_pods_and_their_port(overlay: str, tmp_path: Pat
     assert endpoint["path"] in {route.path for route in ROUTES}
     # The alerts select by this job.
     assert labels[monitor["spec"]["jobLabel"]] == "kvxferd"
-
-
-@pytest.mark.process
-def test_alerts_are_a_resource_of_prometheus_operator(tmp_path: Path) -> None:
-    form = compose(tmp_path, with_components("daemonset", "pod-monitor", "prometheus-rules"))
-    (rule,) = of_kind(form, "PrometheusRule")
-    alerts = yaml.safe_load((ROOT / "deploy" / "monitoring" / "rules" / "kvxferd-alerts.yml").read_text())
-    assert rule["spec"] == alerts
 
 
 # The page.

@@ -215,25 +215,6 @@ def test_panels_name_what_the_daemon_has(dashboard: dict[str, Any], panel: dict[
             )
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS.values(), ids=list(DASHBOARDS))
-def test_a_dashboard_can_be_imported(dashboard: dict[str, Any]) -> None:
-    assert dashboard["uid"] in DASHBOARDS
-    numbers = [panel["id"] for panel in dashboard["panels"]]
-    assert len(set(numbers)) == len(numbers)
-    first, *others = dashboard["templating"]["list"]
-    assert first["type"] == "datasource"
-    for variable in others:
-        assert variable["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-        assert list(unknown_of(variable["query"]["query"])) == []
-    taken: set[tuple[int, int]] = set()
-    for panel in dashboard["panels"]:
-        at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not cells & taken
-        assert at["x"] + at["w"] <= 24
-        taken |= cells
-
-
 # Files that are made from these.
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import takewhile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -20,7 +20,6 @@ from kvxferd.cli.root import root as command_line
 from kvxferd.config import Config, load_config
 from kvxferd.control.curve_keys import read_key
 from kvxferd.daemon import STOP_S
-from kvxferd.run_directory import WORKER_DIRECTORY
 from tests.support.documented_commands import commands_of
 from tests.support.manifests import ROOT
 
@@ -40,12 +39,6 @@ NOT_RUN = ("/opt/kvxferd/bin/pip", "usermod", "systemctl")
 def unit_option(name: str) -> str:
     (value,) = re.findall(rf"^{name}=(.*)$", UNIT, re.MULTILINE)
     return str(value)
-
-
-def lines_of(path: Path) -> list[list[str]]:
-    """Return the words of each line that is no comment."""
-    lines = path.read_text().splitlines()
-    return [re.findall(r'"[^"]*"|\S+', line) for line in lines if line and not line.startswith("#")]
 
 
 def require(program: str) -> None:
@@ -80,45 +73,7 @@ def test_the_unit_waits_longer_than_a_drain() -> None:
     assert float(unit_option("TimeoutStopSec")) > Config().drain.limit_s + STOP_S
 
 
-def test_the_run_directory_outlives_a_stop_and_a_start() -> None:
-    # It holds owners.json and the directory that pods mount.
-    assert unit_option("RuntimeDirectory") == "kvxferd"
-    assert unit_option("RuntimeDirectoryPreserve") == "yes"
-
-
 # Its user and its directories.
-
-
-def test_the_user_is_the_unit_s_with_its_state_as_home() -> None:
-    ((kind, name, number, _, home, shell),) = lines_of(SYSUSERS)
-    # "u" makes the group of that name too, which worker.mode admits.
-    assert (kind, name, number) == ("u", unit_option("User"), "-")
-    assert home == f"/var/lib/{unit_option('StateDirectory')}"
-    assert shell == "/usr/sbin/nologin"
-    assert Config().worker.mode & 0o060 == 0o060
-
-
-def test_the_directories_are_those_that_the_daemon_accepts() -> None:
-    made = {words[1]: words for words in lines_of(TMPFILES)}
-    assert all(words[0] == "d" for words in made.values())
-    config = Config()
-    user = unit_option("User")
-    run_dir = config.node.run_dir
-    for path in (run_dir, f"{run_dir}/{WORKER_DIRECTORY}"):
-        mode, owner = made[path][2:4]
-        # Others may enter, and nobody else may write.
-        assert (int(mode, 8), owner) == (0o755, user)
-    assert str(PurePosixPath(config.worker.socket).parent) in made
-    assert made["/etc/kvxferd"][2:4] == ["0755", "root"]
-    assert made["/etc/kvxferd/keys"][2:4] == ["0700", user]
-
-
-@pytest.mark.process
-def test_systemd_sysusers_accepts_the_user(tmp_path: Path) -> None:
-    require("systemd-sysusers")
-    (tmp_path / "etc").mkdir()
-    said = run("systemd-sysusers", f"--root={tmp_path}", "--dry-run", str(SYSUSERS))
-    assert said.count("'kvxferd'") == 2  # the group and the user
 
 
 # The page.

@@ -106,13 +106,6 @@ def written(case: str, request: int = 0) -> tuple[RankLayout, RequestBlocks, Byt
     return layout, held, memory
 
 
-def test_an_item_is_the_same_wherever_it_lies() -> None:
-    plain = by_coordinate(*written("tokens first, packed"))
-    for case in ("heads first", "vectorised", "cross-layer, padded"):
-        items = by_coordinate(*written(case))
-        assert items.items() <= plain.items(), case
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_one_wrong_byte_is_one_wrong_item_wherever_it_is(case: str) -> None:
     layout, held, memory = written(case)
@@ -167,27 +160,6 @@ def test_ends_are_the_first_and_the_last_token_of_every_so_many(case: str, block
     assert found.wrong_items == found.checked_items > 0
 
 
-def test_of_a_last_stretch_that_is_not_whole_the_first_token_alone_is_an_end() -> None:
-    layout, held, memory = written("heads first")
-    held = held._replace(num_tokens=48)
-    content.write(memory, layout, held)
-    items = by_coordinate(layout, held, memory)
-    content.write(memory, layout, held._replace(request=1), ends_of=32)
-    after = by_coordinate(layout, held, memory)
-    assert {key[3] for key in items if items[key] != after[key]} == {0, 31, 32}
-    assert content.check(memory, layout, held._replace(request=1), ends_of=32).wrong_items == 0
-
-
-def test_the_first_token_is_that_of_the_first_block() -> None:
-    layout, held, memory = written("heads first")
-    later = RequestBlocks(held.request, {"full": held.ids["full"][1:]}, NUM_TOKENS, first_token=16)
-    found = content.check(memory, layout, later)
-    assert found.wrong_items == 0
-    assert found.checked_items == content.check(memory, layout, held, 16).checked_items
-    shifted = later._replace(first_token=0, num_tokens=NUM_TOKENS - 16)
-    assert content.check(memory, layout, shifted).wrong_items == found.checked_items
-
-
 @pytest.mark.parametrize("case", ["heads first", "cross-layer, padded", "states"])
 def test_bytes_outside_the_blocks_are_counted_and_those_inside_are_not(case: str) -> None:
     layout, held, memory = written(case)
@@ -209,9 +181,3 @@ def _places(layout: RankLayout, held: RequestBlocks) -> np.ndarray:
         for number in held.ids[group.name]:
             view[number * count : (number + 1) * count] = 1
     return np.flatnonzero(numbers)
-
-
-def test_a_layout_that_ends_outside_the_memory_is_refused() -> None:
-    layout, held, memory = written("heads first")
-    with pytest.raises(ValueError, match="cannot reach layer"):
-        content.check(memory[:-1], layout, held)

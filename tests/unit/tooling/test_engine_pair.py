@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from kvxferd.ids import Rank
@@ -30,13 +28,6 @@ def test_each_engine_is_deployed_as_its_shape_says() -> None:
     assert layout.groups[0].num_blocks == 200  # twice a request's
     assert decode[Rank(0, 0)][0].engine_id == "test-decode"
     assert decode[Rank(0, 0)][0].fingerprint == spec.fingerprint
-
-
-def test_a_pool_of_tokens_has_the_same_room_on_both_sides() -> None:
-    pooled = dataclasses.replace(PAIR, pool_tokens=960)
-    for role, num_blocks in (("prefill", 240), ("decode", 120)):
-        assert pooled.num_blocks(role) == num_blocks
-        assert pooled.engine(role)[Rank(0, 0)][1].groups[0].num_blocks == num_blocks
 
 
 def test_an_equal_pair_has_the_decode_engine_twice() -> None:
