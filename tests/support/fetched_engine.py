@@ -83,8 +83,8 @@ def plan_now(
 ) -> PlannedReads | None:
     """Have a rank's reads planned, as a node and its shell do it together."""
     grant = grant_of(rank, remote, home)
-    if (reads := plans.find(grant, remote)) is not None:
+    if (reads := plans.acquire(grant, remote)) is not None:
         return reads
     (job,) = [effect.job for effect in context.pop_effects() if isinstance(effect, MakePlan)]
     assert plans.plan_made(job, outcome_of(job)) == [grant]
-    return plans.find(grant, remote)
+    return plans.acquire(grant, remote)

@@ -9,7 +9,7 @@ MAX_ROUTES = 16_384
 
 
 class PeerRoutes:
-    """Keeps the endpoints of the routes that were used last."""
+    """Keeps the endpoints of the routes that were greeted last."""
 
     def __init__(self) -> None:
         self._endpoints: dict[bytes, Endpoint | None] = {}  # None: its hello was refused
@@ -26,11 +26,7 @@ class PeerRoutes:
 
     def endpoint_of(self, route: bytes) -> Endpoint:
         """Return where the other side says it is; "" before its hello."""
-        endpoint = self._endpoints.get(route)
-        if endpoint is None:
-            return Endpoint("")
-        self.set_endpoint(route, endpoint)  # the longest unused first
-        return endpoint
+        return self._endpoints.get(route) or Endpoint("")
 
     def is_refused(self, route: bytes) -> bool:
         """Whether the other side's hello was refused."""

@@ -168,7 +168,7 @@ class GrantClient:
             return
         if refusal is None:
             try:
-                hold.reads = self.plans.find(hold, hold.remote)
+                hold.reads = self.plans.acquire(hold, hold.remote)
             except KvxferdError as error:
                 refusal = Refusal.of(error)
         if refusal is not None:

@@ -50,7 +50,7 @@ class Plans:
         self._refusals: OrderedDict[tuple[PlanKey, EngineId], Refusal | int] = OrderedDict()
         self._waiting: dict[PlanKey, list[HeldGrant]] = {}  # for what is being planned
 
-    def find(self, grant: HeldGrant, remote: RemoteEngine) -> PlannedReads | None:
+    def acquire(self, grant: HeldGrant, remote: RemoteEngine) -> PlannedReads | None:
         """Return what the grant's rank reads of the engine, which its topology has from now on.
 
         The grant reads by it until `release`. None: it is being planned, and `plan_made` returns the grant.
@@ -59,7 +59,8 @@ class Plans:
         """
         topology, now, home = grant.rank.topology, self._context.now, grant.ref.endpoint
         topology.expire(now - self._context.settings.max_hold_s)
-        reads = topology.register_remote_engine(remote, partial(self._find, grant), home=home, now=now)
+        find = partial(self._find_or_plan, grant)
+        reads = topology.register_remote_engine(remote, find, home=home, now=now)
         if reads is None:
             return None
         kept = self._kept[reads.key]
@@ -91,7 +92,7 @@ class Plans:
                 self._unused.setdefault(uid, OrderedDict())[job.key] = None
         return waiting
 
-    def _find(self, grant: HeldGrant, job: PlanJob) -> PlannedReads | None:
+    def _find_or_plan(self, grant: HeldGrant, job: PlanJob) -> PlannedReads | None:
         if (kept := self._kept.get(job.key)) is not None:
             return kept.reads
         engine_id, uid = job.remote_spec.engine_id, grant.rank.uid

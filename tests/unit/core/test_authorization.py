@@ -35,17 +35,6 @@ def test_a_rank_of_another_engine_can_neither_complete_nor_end_a_transfer(world)
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
-def test_a_rank_says_ready_for_itself_alone(world):
-    first, second, third = world.engine(world.host("p"), "prefill", tp=3)
-    sink = world.engine(world.host("d"), "decode")[0]
-    ticket = sink.pull(first.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    for _ in range(3):
-        second.ready("t1")
-    assert sink.ended(ticket) is None
-    third.ready("t1")
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-
-
 def test_only_the_publishing_session_takes_a_transfer_back(world):
     first, second = world.engine(world.host("p"), "prefill", tp=2)
     first.publish("t1", IDS, TOKENS)

@@ -321,25 +321,17 @@ def test_one_grants_name_on_two_transfers_is_refused(world, source):
     assert refused.code is Code.OUT_OF_PLACE
 
 
-def test_asking_for_a_grant_again_and_again_holds_it_no_longer_than_renewing(world, source):
+@pytest.mark.parametrize("gives_back", [False, True])
+def test_asking_for_a_grant_again_and_again_holds_it_no_longer_than_renewing(world, source, gives_back):
     settings = world.settings
-    ref = source.publish("t1", IDS, TOKENS)
-    end = settings.max_hold_s + settings.lease_s
-    for _ in range(int(end / 10) + 2):
-        world.feed(source.host, ev.PeerRequest(b"stranger", grant_of(world, source, ref)))
+    request = grant_of(world, source, source.publish("t1", IDS, TOKENS))
+    for _ in range(int((settings.max_hold_s + 2 * settings.lease_s) / 10)):
+        world.feed(source.host, ev.PeerRequest(b"stranger", request))
+        if gives_back:
+            returned = ReleaseGrant(request=2, grant=request.grant)
+            world.feed(source.host, ev.PeerRequest(b"stranger", returned))
         world.advance(10)
     world.advance(settings.lease_s)
-    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
-
-
-def test_giving_a_grant_back_again_and_again_holds_it_no_longer_than_renewing(world, source):
-    settings = world.settings
-    ref = source.publish("t1", IDS, TOKENS)
-    for _ in range(int((settings.max_hold_s + 2 * settings.lease_s) / 10)):
-        request = grant_of(world, source, ref)
-        world.feed(source.host, ev.PeerRequest(b"stranger", request))
-        world.feed(source.host, ev.PeerRequest(b"stranger", ReleaseGrant(request=2, grant=request.grant)))
-        world.advance(10)
     assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 

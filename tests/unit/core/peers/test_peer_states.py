@@ -127,13 +127,13 @@ def test_a_pull_from_a_peer_that_shares_no_version_fails_with_the_reason(is_chos
     assert bool(world.num_answered) is is_chosen  # who refuses a hello handles nothing that comes behind it
 
 
-def test_routes_are_bounded_and_those_in_use_stay() -> None:
+def test_routes_are_bounded_and_those_that_greet_again_stay() -> None:
     routes = PeerRoutes()
-    routes.set_endpoint(b"used", Endpoint("tcp://used:1"))
     for number in range(MAX_ROUTES + 10):
+        routes.set_endpoint(b"used", Endpoint("tcp://used:1"))
         routes.set_endpoint(number.to_bytes(4, "little"), Endpoint("tcp://other:1"))
-        assert routes.endpoint_of(b"used") == "tcp://used:1"
     assert len(routes._endpoints) == MAX_ROUTES
+    assert routes.endpoint_of(b"used") == "tcp://used:1"
     assert routes.endpoint_of(b"never greeted") == ""
 
 

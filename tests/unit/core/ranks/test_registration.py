@@ -179,14 +179,6 @@ def test_a_bad_publish_is_refused_and_its_blocks_are_the_engines(world, ids, tok
     assert len(worker.received(wk.PublishRefused)) == 1
 
 
-def test_one_id_published_twice_is_refused_and_the_first_lives(world):
-    worker = world.register(world.host("p"), spec_of("e"))
-    worker.publish("t1", IDS, TOKENS)
-    worker.publish("t1", IDS, TOKENS)
-    assert [m.code for m in worker.received(wk.PublishRefused)] == [Code.TRANSFER_EXISTS]
-    assert not worker.received(wk.Released)
-
-
 @pytest.mark.parametrize("home", ["nonsense", "ipc:///tmp/x", "tcp://*:1", "tcp://p0"])
 def test_a_home_that_is_no_endpoint(world, home):
     worker = world.register(world.host("p"), spec_of("e", home=home))

@@ -66,7 +66,7 @@ class Node:
 
     def find(self, grant: HeldGrant, remote: RemoteEngine) -> PlannedReads | None:
         """Have a grant read; None: it is being planned."""
-        if (reads := self.plans.find(grant, remote)) is not None:
+        if (reads := self.plans.acquire(grant, remote)) is not None:
             grant.remote, grant.reads = remote, reads
             self.grants.append(grant)
         self.plans.check_integrity(self.grants)

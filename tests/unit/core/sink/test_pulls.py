@@ -43,12 +43,6 @@ def test_cancel_while_the_mover_works_waits_for_its_word(world, source, sink):
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)  # it was done before it could be stopped
 
 
-def test_an_unknown_ticket_is_cancelled_without_complaint(world, source, sink):
-    sink.say(wk.Cancel(ticket=99))
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-
-
 def test_a_deadline_while_the_mover_works_is_in_doubt_until_it_says_so(world, source, sink):
     mover = mover_of(sink)
     mover.hold = True

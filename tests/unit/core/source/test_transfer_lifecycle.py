@@ -114,13 +114,6 @@ def test_a_lease_that_nobody_reads_expires_and_not_before(world):
     assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
-def test_a_grant_is_held_no_longer_than_max_hold(world):
-    source, sink, ref = published(world)
-    sink.say(wk.Prepare(ref=ref))
-    world.advance(Settings().max_hold_s + Settings().lease_s)
-    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
-
-
 def test_a_grant_of_a_reader_that_is_gone_ends_while_another_reads(world):
     """Until then the source's movers poll for it, and its share of the peer's grants is taken."""
     source, sink, ref = published(world, num_readers=2)
