@@ -36,12 +36,12 @@ def matrix_products() -> float:
 
 def scatters(num_chunks: int) -> float:
     """Scatter chunks of two heads into blocks that lie anywhere, some at once, and return GB/s."""
+    from benchmarks.scatter_trial import REGION, fill_of
     from kvxferd.doctor.gpu_placements import TrialDevice
     from kvxferd.memory.driver_registry import open_driver
     from kvxferd.mover.chunks.device_scatter import DeviceScatterer
     from kvxferd.wire.common import RegionAddress
     from kvxferd.wire.limits import CHUNK_BYTES
-    from tests.integration.gpu.scatter_trial import REGION, fill_of
 
     driver = open_driver()
     device = TrialDevice(driver, driver.devices()[0].uuid)

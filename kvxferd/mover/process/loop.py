@@ -42,29 +42,6 @@ NUM_WORKER_FDS = 2  # the last of `Bind`: the worker's delivery socket and its p
 IDLE_CHECK_S = 1.0  # between two looks at whether chunks are idle, while there are any
 
 
-class DeliverySocket:
-    """The socket by which a mover reports deliveries to its worker itself; the daemon sends all else.
-
-    It is the writing end, and owns the descriptor.
-    """
-
-    def __init__(self, fd: int) -> None:
-        """Raises OSError where it is no socket; the descriptor is then still the caller's."""
-        self._socket = socket.socket(fileno=fd)
-
-    def send(self, delivered: TicketDelivered) -> bool:
-        """Return whether it was sent; never waits. False where the worker has too many unread, or is gone."""
-        try:
-            self._socket.send(encode(delivered), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except OSError:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Close it. Idempotent."""
-        self._socket.close()
-
-
 class MoverLoop:
     """One agent, one thread, one daemon at the other end of the stream."""
 
@@ -101,7 +78,8 @@ class MoverLoop:
         self._backoff = backoff
         self._is_polling = False
         self._next_idle_check = 0.0
-        self._delivery_socket: DeliverySocket | None = None  # None: the daemon reports deliveries
+        # The writing end, by which deliveries are reported to the worker directly; None: the daemon does it.
+        self._delivery_socket: socket.socket | None = None
         # Of the pulls whose delivery goes to the worker directly, with what earlier pieces of each have read.
         self._tickets: dict[PullId, tuple[Ticket, wire.PiecesRead]] = {}
         self._ucx_lines = ucx_lines
@@ -148,13 +126,20 @@ class MoverLoop:
         self._send(message)
 
     def _notify_worker(self, ticket: Ticket, before: wire.PiecesRead, outcome: wire.PullOutcome) -> bool:
+        """Return whether it was sent; never waits. False where the worker has too many unread, or is gone."""
+        if self._delivery_socket is None:
+            return False
         delivered = TicketDelivered(
             ticket=ticket,
             bytes=before.bytes + outcome.bytes,
             runs=before.runs + outcome.runs,
             wire_s=before.wire_s + outcome.wire_s,
         )
-        return self._delivery_socket is not None and self._delivery_socket.send(delivered)
+        try:
+            self._delivery_socket.send(encode(delivered), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            return False
+        return True
 
     def _receive(self) -> bool:
         """Handle what has arrived; return whether the daemon has closed its end."""
@@ -305,7 +290,7 @@ class MoverLoop:
         Called once: a mover is bound once, and a second `Bind` is refused before.
         """
         try:
-            self._delivery_socket = DeliverySocket(fd)
+            self._delivery_socket = socket.socket(fileno=fd)
         except OSError as error:
             _LOG.warning("delivery socket not usable: reason=%s", error)
             os.close(fd)

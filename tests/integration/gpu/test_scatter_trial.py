@@ -11,7 +11,7 @@ from tests.support.repository import ROOT
 
 @pytest.mark.process
 def test_scatters_are_measured_and_compared() -> None:
-    ran = run_python("-m", "tests.integration.gpu.scatter_trial", FAKE, cwd=ROOT)
+    ran = run_python("-m", "benchmarks.scatter_trial", FAKE, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0] == "copies of rows: right"
@@ -20,6 +20,6 @@ def test_scatters_are_measured_and_compared() -> None:
 
 @pytest.mark.process
 def test_without_a_gpu_it_says_so() -> None:
-    ran = run_python("-m", "tests.integration.gpu.scatter_trial", "none", cwd=ROOT)
+    ran = run_python("-m", "benchmarks.scatter_trial", "none", cwd=ROOT)
     assert ran.returncode == 2
     assert "were not measured" in ran.stderr

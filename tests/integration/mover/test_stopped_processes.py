@@ -11,7 +11,6 @@ import pytest
 import pytest_asyncio
 
 from kvxferd.errors import Code, MoverError
-from kvxferd.mover.supervisor.handle import MoverHandle
 from tests.support.mover_harness import DEADLINE_S, Node, wait_until
 
 
@@ -19,12 +18,8 @@ from tests.support.mover_harness import DEADLINE_S, Node, wait_until
 async def node() -> AsyncIterator[Node]:
     """A pool that keeps one mover ready, and has it."""
     async with Node("stopped") as made:
-        await one_is_ready(made)
+        await wait_until(lambda: made.pool.decisions.num_ready == 1, "a mover is ready")
         yield made
-
-
-async def one_is_ready(node: Node) -> None:
-    await wait_until(lambda: node.pool.decisions.num_ready == 1, "a mover is ready")
 
 
 def signal_forkserver(node: Node, number: int) -> None:
@@ -32,47 +27,19 @@ def signal_forkserver(node: Node, number: int) -> None:
     os.kill(node.pool.processes.forkserver_pid, number)
 
 
-def requests_that_wait(node: Node, number: int) -> list[asyncio.Task[MoverHandle]]:
-    """Return requests behind those for which movers are ready: one may be, however soon this comes."""
-    requests = [
-        asyncio.ensure_future(node.pool.acquire()) for _ in range(node.pool.decisions.num_ready + number)
-    ]
-    return requests[-number:]
-
-
-async def test_sigkill_ends_a_stopped_mover(node):
-    first, second = await node.pool.acquire(), await node.pool.acquire()
-    os.kill(first.pid, signal.SIGSTOP)
-    os.kill(first.pid, signal.SIGKILL)
-    await node.gone(first)
-    os.kill(second.pid, signal.SIGKILL)
-    await node.gone(second)
-    assert node.exits == [first.mover_id, second.mover_id]
-
-
 async def test_the_forkservers_death_ends_stopped_movers_and_refuses_what_waits(node):
     mover = await node.pool.acquire()
     os.kill(mover.pid, signal.SIGSTOP)
     signal_forkserver(node, signal.SIGSTOP)  # so that the fork is pending
-    (waiting,) = requests_that_wait(node, 1)
+    # One is behind those for which movers are ready: one may be, however soon this comes.
+    requests = [asyncio.ensure_future(node.pool.acquire()) for _ in range(node.pool.decisions.num_ready + 1)]
     await asyncio.sleep(0)  # they are made
     signal_forkserver(node, signal.SIGKILL)
     with pytest.raises(MoverError) as refused:
-        await asyncio.wait_for(waiting, DEADLINE_S)
+        await asyncio.wait_for(requests[-1], DEADLINE_S)
     assert refused.value.code is Code.MOVER_LOST
     await node.gone(mover)
     assert (await node.pool.acquire()).mover_id != mover.mover_id
-
-
-async def test_a_stopped_forkserver_replies_once_it_goes_on(node):
-    await node.pool.acquire()
-    signal_forkserver(node, signal.SIGSTOP)
-    waiting = requests_that_wait(node, 2)
-    await asyncio.sleep(0)
-    assert not any(request.done() for request in waiting)
-    signal_forkserver(node, signal.SIGCONT)
-    first, second = await asyncio.wait_for(asyncio.gather(*waiting), DEADLINE_S)
-    assert first.mover_id != second.mover_id
 
 
 async def test_a_pool_with_a_stopped_forkserver_and_mover_stops(node):

@@ -304,16 +304,6 @@ def test_a_pull_of_many_runs_is_worked_out_in_parts() -> None:
     assert second.runs >= first.runs > 16
 
 
-def test_a_pull_that_is_aborted_between_two_parts_ends() -> None:
-    bench = Bench(max_runs=16)
-    number = bench.start(scattered(200))
-    bench.engine.step()
-    bench.engine.abort(number)
-    bench.run()
-    assert bench.outcomes()[number].code is Code.CANCELLED
-    assert not bench.engine.is_busy
-
-
 def test_a_word_that_changes_between_two_parts_is_no_delivery() -> None:
     bench = Bench(max_runs=16)
     number = bench.start(scattered(200))

@@ -1,4 +1,4 @@
-"""Measures scatters in a GPU: `python -m tests.integration.gpu.scatter_trial [DRIVER]`.
+"""Measures scatters in a GPU: `python -m benchmarks.scatter_trial [DRIVER]`.
 
 A chunk of blocks with heads first is copied into blocks with tokens first and twice as many heads, as a
 covering read does it, and every byte of them is compared. Prints a row for each number of heads; exit status
