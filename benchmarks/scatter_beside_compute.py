@@ -1,7 +1,7 @@
 """Measures what a mover's work on a GPU and an engine's matrix products cost each other there.
 
 Each runs alone, then beside the products, in a process of its own, as a mover and its engine do. It needs
-torch with CUDA: `python -m benchmarks.scatter_beside_compute`.
+torch with CUDA: `python benchmarks/scatter_beside_compute.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def matrix_products() -> float:
 
 def scatters(num_chunks: int) -> float:
     """Scatter chunks of two heads into blocks that lie anywhere, some at once, and return GB/s."""
-    from benchmarks.scatter_trial import REGION, fill_of
+    from scatter_trial import REGION, fill_of
+
     from kvxferd.doctor.gpu_placements import TrialDevice
     from kvxferd.memory.driver_registry import open_driver
     from kvxferd.mover.chunks.device_scatter import DeviceScatterer
@@ -99,7 +100,7 @@ def _wait_for_start() -> None:
 
 def rates_of(names: list[str]) -> list[float]:
     """Start each work in its process, let all begin at once, and return their rates."""
-    command = [sys.executable, "-m", "benchmarks.scatter_beside_compute"]
+    command = [sys.executable, __file__]
     running = [
         subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for name in names

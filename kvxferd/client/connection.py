@@ -370,14 +370,15 @@ class Connection:
             message = DAEMON_MESSAGES.decode(frame.payload)
             self._check_num_fds(message, len(fds))
             if self.session.carries_fence_page(message):
-                page = self._map_fence_page(fds[0])
-                os.close(fds.popleft())
+                page = FencePage(fds.popleft())
             # The pidfd first: the session may only use movers that are watched.
             while fds:
                 self._watch_mover(fds[0])
                 fds.popleft()
         except BaseException:
             close_fds(fds)
+            if page is not None:
+                page.close()
             raise
         with self.lock:
             self._receive_deliveries()
@@ -392,13 +393,6 @@ class Connection:
         wanted = 1 if carries_one else 0
         if num_fds != wanted:
             raise ProtocolError(f"{type(message).__name__} carries {wanted} descriptors: {num_fds} came")
-
-    def _map_fence_page(self, fd: int) -> FencePage:
-        """Map the daemon's fence page. The caller keeps the descriptor. Raises ProtocolError."""
-        try:
-            return FencePage.map(fd)
-        except (EngineError, OSError) as error:
-            raise ProtocolError(f"the daemon's fence page cannot be mapped: {error}") from error
 
     def _watch_mover(self, pidfd: int) -> None:
         """Watch a mover. Owns the pidfd from then on, unless it raises ProtocolError."""

@@ -33,7 +33,7 @@ class FencePageLike(Protocol):
         """Change the word in `slot`."""
 
     def close(self) -> None:
-        """Unmap it. Idempotent."""
+        """Close it. Idempotent."""
 
 
 class FenceSlots:
@@ -72,7 +72,7 @@ class FenceSlots:
         old.close()
 
     def close(self) -> None:
-        """Unmap the page. No slot may be acquired after that."""
+        """Close the page. No slot may be acquired after that."""
         if self._current_page is not None:
             self._current_page.close()
 

@@ -10,7 +10,7 @@ from kvxferd.core.limits.ledger import FairShare
 from kvxferd.frame_socket import close_fds
 from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import SessionId
-from kvxferd.memory.fence import UnmappedFencePage
+from kvxferd.memory.fence import FencePage
 from kvxferd.unix_socket import Credentials
 from kvxferd.wire.fd_batches import FdBatchAssembly
 from kvxferd.wire.worker import Register
@@ -28,7 +28,7 @@ class WorkerConnection:
     exit_fd: int  # readable once the worker is dead: a pidfd, or else a pipe
     exit_pipe_writer: int  # if `exit_fd` is a pipe, its other end; else -1
     has_first_frame: bool = False  # whose versions were checked
-    fence_page: UnmappedFencePage | None = None
+    fence_page: FencePage | None = None
     pending_delivery_fd: int = -1  # of a registration that is not committed; -1: there is none
     delivery_fd: int = -1  # on which movers send Delivered themselves
     is_admitted: bool = False  # its registration or attachment was found valid

@@ -29,7 +29,7 @@ from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError, count
 from kvxferd.frame_socket import close_fds, new_read_buffer
 from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import SessionId
-from kvxferd.memory.fence import UnmappedFencePage
+from kvxferd.memory.fence import FencePage
 from kvxferd.unix_socket import bind_unix_socket, credentials_of, open_exit_fds
 from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first_frame, encode
 from kvxferd.wire.common import FdBatch, Message
@@ -366,7 +366,7 @@ class WorkerSocket:
         if connection is None or connection.fence_page is not None:
             return
         try:
-            connection.fence_page = UnmappedFencePage.create()
+            connection.fence_page = FencePage.create()
         except OSError as error:
             text = f"cannot make a fence page: {error.strerror}; try again later"
             count_busy_refusal("open_files")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 
-from kvxferd.memory.mapping import Mapping, map_memfd
-from kvxferd.memory.validate import check_fence_page
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_SLOTS, FENCE_WORD_BYTES
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -15,56 +13,18 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class FencePage:
     """Words of 16 bytes that readers fetch after the data: an unchanged one proves that the blocks were held.
 
-    This is the client's view, which is mapped. Call `overwrite` before a transfer's blocks are released.
-    """
-
-    def __init__(self, mapping: Mapping) -> None:
-        self._mapping = mapping
-        self._words = mapping.view()
-
-    @classmethod
-    def map(cls, fd: int) -> FencePage:
-        """Map a page that the daemon has made; the descriptor stays the caller's.
-
-        Raises EngineError as `check_fence_page` does.
-        """
-        check_fence_page(fd)
-        return cls(map_memfd(fd, FENCE_PAGE_BYTES))
-
-    def write(self, slot: int, word: bytes) -> None:
-        """Write a transfer's word into its slot. Raises ValueError for a wrong slot or length."""
-        start = _offset_of(slot)
-        if len(word) != FENCE_WORD_BYTES:
-            raise ValueError(f"cannot write a fence word of {len(word)} bytes: it has {FENCE_WORD_BYTES}")
-        self._words[start : start + FENCE_WORD_BYTES] = word
-
-    def read(self, slot: int) -> bytes:
-        """Return the word in a slot."""
-        start = _offset_of(slot)
-        return bytes(self._words[start : start + FENCE_WORD_BYTES])
-
-    def overwrite(self, slot: int) -> None:
-        """Make the word random: from the return on, no read of the transfer counts as delivered."""
-        self.write(slot, os.urandom(FENCE_WORD_BYTES))
-
-    def close(self) -> None:
-        """Unmap. Idempotent; no other method may be called afterwards."""
-        self._words.release()
-        self._mapping.unmap()
-
-
-class UnmappedFencePage:
-    """The daemon's view of a session's page: read and written through its descriptor, never mapped.
-
-    A client may punch holes into any page that it can write, and a process that touches a hole while memory
-    is exhausted dies by SIGBUS. The same access by a system call is an OSError (and costs 0.5 us).
+    Call `overwrite` before a transfer's blocks are released. Client and daemon read and write the page
+    through a descriptor, and never map it: a client may punch holes into any page that it can write, and a
+    process that touches a hole while memory is exhausted dies by SIGBUS. The same access by a system call is
+    an OSError (and costs 0.5 us).
     """
 
     def __init__(self, fd: int) -> None:
+        """`fd` is the page's from now on, and closed by `close`."""
         self.fd = fd
 
     @classmethod
-    def create(cls) -> UnmappedFencePage:
+    def create(cls) -> FencePage:
         """Make a page with all its memory allocated, to which no seal can be added. Raises OSError."""
         fd = os.memfd_create("kvxferd-fence", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -75,18 +35,24 @@ class UnmappedFencePage:
             raise
         return cls(fd)
 
+    def write(self, slot: int, word: bytes) -> None:
+        """Write a transfer's word into its slot.
+
+        Raises ValueError for a wrong slot or length, OSError where the page was made unwritable.
+        """
+        if len(word) != FENCE_WORD_BYTES:
+            raise ValueError(f"cannot write a fence word of {len(word)} bytes: it has {FENCE_WORD_BYTES}")
+        written = os.pwrite(self.fd, word, _offset_of(slot))
+        if written != FENCE_WORD_BYTES:
+            raise OSError(f"{written} bytes of a fence word were written")
+
     def read(self, slot: int) -> bytes:
         """Return the word in a slot. Raises ValueError for a wrong slot, OSError."""
         return os.pread(self.fd, FENCE_WORD_BYTES, _offset_of(slot))
 
     def overwrite(self, slot: int) -> None:
-        """Make the word random: from the return on, no read of the transfer counts as delivered.
-
-        Raises ValueError for a wrong slot, OSError where the client has made its page unwritable.
-        """
-        written = os.pwrite(self.fd, os.urandom(FENCE_WORD_BYTES), _offset_of(slot))
-        if written != FENCE_WORD_BYTES:
-            raise OSError(f"{written} bytes of a fence word were written")
+        """Make the word random: from the return on, no read of the transfer counts as delivered."""
+        self.write(slot, os.urandom(FENCE_WORD_BYTES))
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import stat
 from collections.abc import Sequence
 
 from kvxferd.errors import Code, EngineError
-from kvxferd.memory.mapping import map_memfd
-from kvxferd.wire.limits import FENCE_PAGE_BYTES, MAX_DESCRIPTORS_PER_RANK
+from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK
 from kvxferd.wire.worker import RegionExport
 
 _WRITE_SEALS = fcntl.F_SEAL_WRITE | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)
@@ -42,26 +40,6 @@ def check_memfd(fd: int, needed_bytes: int) -> None:
         raise EngineError(
             f"cannot use a memfd of {status.st_size} bytes: {needed_bytes} are needed", Code.REGION_TOO_SMALL
         )
-
-
-def check_fence_page(fd: int) -> None:
-    """Return if the descriptor is a fence page that cannot kill a process which maps it.
-
-    Raises EngineError: as `check_memfd` does, and region-invalid for another size, for huge pages (where
-    their pool is exhausted, a process that touches one dies by SIGBUS), and where the kernel does not map it.
-    """
-    check_memfd(fd, FENCE_PAGE_BYTES)
-    size_bytes, page_bytes = os.fstat(fd).st_size, os.fstatvfs(fd).f_bsize
-    if page_bytes != mmap.PAGESIZE:
-        raise EngineError(
-            f"cannot use a fence page on pages of {page_bytes} bytes: make it without MFD_HUGETLB",
-            Code.REGION_INVALID,
-        )
-    if size_bytes != FENCE_PAGE_BYTES:
-        raise EngineError(
-            f"cannot use a fence page of {size_bytes} bytes: it has {FENCE_PAGE_BYTES}", Code.REGION_INVALID
-        )
-    map_memfd(fd, FENCE_PAGE_BYTES).unmap()
 
 
 def check_exports(exports: Sequence[RegionExport], fds: Sequence[int]) -> None:

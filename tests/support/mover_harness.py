@@ -38,7 +38,7 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout
-from kvxferd.memory import SealedMemory
+from kvxferd.memory import FencePage, SealedMemory
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.processes import MoverProcesses
@@ -68,7 +68,6 @@ from kvxferd.wire.mover import (
     StartPull,
 )
 from kvxferd.wire.worker import RegionExport
-from tests.support.fence_page import SharedFencePage
 from tests.support.open_fds import num_open_fds
 
 DEADLINE_S = 20.0
@@ -401,7 +400,7 @@ class Served:
     node: Node
     mover: MoverHandle
     bound: Bound
-    page: SharedFencePage
+    page: FencePage
     fence: FenceMapped
 
     def close(self) -> None:
@@ -414,7 +413,7 @@ class Served:
 async def serve(node: Node, rank: Worker) -> Served:
     """Bind a source, map a fence page in it, and have it polled."""
     mover, bound = await bind(node, rank)
-    page = SharedFencePage()
+    page = FencePage.create()
     mover.send(MapFence(session=SessionId(1), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
     fence = await node.received(mover, FenceMapped)
     mover.send(SetPolling(on=True, token=5))

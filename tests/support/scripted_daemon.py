@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import TypeVar
 
-from kvxferd.memory.fence import UnmappedFencePage
+from kvxferd.memory.fence import FencePage
 from kvxferd.wire import worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import Message
@@ -68,7 +68,7 @@ class DaemonSide:
         self._frames: deque[tuple[Message, tuple[int, ...]]] = deque()
         self.num_offers = 0
         self.delivery_fd = -1  # of the registration
-        self.page = UnmappedFencePage.create()
+        self.page = FencePage.create()
         self.fds: list[int] = []  # every descriptor that arrived, closed with the connection
 
     def receive(self) -> tuple[Message, tuple[int, ...]]:

@@ -13,7 +13,7 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.ids import RegionId, SessionId
 from kvxferd.memory import SealedMemory
-from kvxferd.memory.fence import UnmappedFencePage
+from kvxferd.memory.fence import FencePage
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from kvxferd.wire.mover import Bind, BindRefused, Bound, FenceMapped, FenceRefused, MapFence, UnmapFence
 from kvxferd.wire.worker import RegionExport
@@ -116,7 +116,7 @@ async def test_a_session_that_is_over_costs_no_mapping_and_no_memory(node: Node)
     async def serve_pages(first: int, count: int) -> None:
         """Sessions that come and go, eight at a time."""
         for number in range(first, first + count):
-            page = UnmappedFencePage.create()
+            page = FencePage.create()
             mover.send(MapFence(session=SessionId(number), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
             await node.received(mover, FenceMapped)
             page.close()

@@ -9,9 +9,9 @@ import pytest
 
 from kvxferd.errors import Code
 from kvxferd.ids import SessionId
+from kvxferd.memory import FencePage
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from kvxferd.wire.mover import FenceMapped, LoadRemote, MapFence, SetPolling, UnmapFence
-from tests.support.fence_page import SharedFencePage
 from tests.support.mover_harness import WORD, Connect, Node, Served, Worker, serve, sink, worker
 
 Make = Callable[..., Worker]
@@ -41,7 +41,7 @@ async def test_a_second_fence_page_reaches_readers_that_know_the_agent(
     there, here = pair
     source, reader = await connect(there, here)
     assert (await reader.read(source, range(2), range(2))).delivered
-    page = SharedFencePage()
+    page = FencePage.create()
     page.write(9, WORD)
     source.mover.send(MapFence(session=SessionId(2), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
     fence = await there.received(source.mover, FenceMapped)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 
 from kvxferd.client import Released
+from kvxferd.client.session import ClientSession
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Rank
 from kvxferd.memory import FencePage
-from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire import worker
 from tests.support.client_harness import Stage, blocks, one_event
 from tests.support.scripted_daemon import DaemonSide
@@ -22,9 +21,9 @@ EMPTY = bytes(16)
 
 
 @contextmanager
-def page_of(side: DaemonSide) -> Iterator[UnmappedFencePage]:
+def page_of(side: DaemonSide) -> Iterator[FencePage]:
     """The page that a side's movers go on serving when the side itself is gone."""
-    page = UnmappedFencePage(os.dup(side.page.fd))
+    page = FencePage(os.dup(side.page.fd))
     try:
         yield page
     finally:
@@ -74,51 +73,19 @@ def test_what_is_released_without_a_daemon_is_void_in_the_page_that_movers_serve
         assert page.read(slot) != word
 
 
-def test_a_page_that_cannot_be_mapped_for_whatever_reason_leaves_no_descriptor(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stage counts them at its end."""
-    real, failures = FencePage.map, [OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))]
-
-    def map_page(fd: int) -> FencePage:
-        if failures:
-            raise failures.pop()
-        return real(fd)
-
-    monkeypatch.setattr(FencePage, "map", map_page)
-    client = stage.client()
-    joining = stage.calling(client.attach, "decode-0", "g1", 10.0)
-    stage.side.say_registered(stage.side.expect(worker.Attach).request)
-    side = stage.accept()
-    stage.take_publisher((Rank(0, 0), "first"))
-    joining.result(10.0).publish("t1", blocks(1, 2), num_tokens=32)
-    assert side.page.read(side.expect(worker.Publish).fence_slot) != EMPTY
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_defect_of_ours_ends_the_session_and_leaves_no_descriptor(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def map_page(fd: int) -> FencePage:
-        raise RuntimeError("a defect")
+    def fail(_: ClientSession, message: worker.DaemonMessage) -> bool:
+        if isinstance(message, worker.Registered):
+            raise RuntimeError("a defect")
+        return False
 
-    monkeypatch.setattr(FencePage, "map", map_page)
+    monkeypatch.setattr(ClientSession, "carries_fence_page", fail)
     client = stage.client()
     joining = stage.calling(client.attach, "decode-0", "g1", 10.0)
     stage.side.say_registered(stage.side.expect(worker.Attach).request)
     with pytest.raises(KvxferdError) as raised:
         joining.result(10.0)
     assert raised.value.code is Code.INTERNAL
-
-
-def test_a_page_that_is_none_ends_the_connection_and_the_next_is_taken(stage: Stage) -> None:
-    client = stage.client()
-    joining = stage.calling(client.attach, "decode-0", "g1", 10.0)
-    attach = stage.side.expect(worker.Attach)
-    bad = os.memfd_create("page")
-    stage.side.say(worker.Registered(request=attach.request, endpoint="tcp://a:1"), bad)
-    os.close(bad)
-    side = stage.accept()
-    stage.take_publisher((Rank(0, 0), "first"))
-    joining.result(10.0).publish("t1", blocks(1, 2), num_tokens=32)
-    assert side.page.read(side.expect(worker.Publish).fence_slot) != EMPTY

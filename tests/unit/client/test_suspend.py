@@ -30,7 +30,6 @@ from tests.support.client_harness import (
     one_event,
     slots_on,
 )
-from tests.support.fence_page import SharedFencePage
 from tests.support.scripted_daemon import WAIT_S
 
 
@@ -157,7 +156,7 @@ def test_a_dead_mover_is_as_good_as_the_daemons_word(stage: Stage, asked: str) -
 
 @pytest.fixture
 def page() -> Iterator[FencePage]:
-    page = SharedFencePage()
+    page = FencePage.create()
     yield page
     page.close()
 
@@ -273,7 +272,7 @@ def exports() -> MemoryExport:
 def test_suspended_waits_for_the_reply_to_a_registration_that_is_under_way() -> None:
     """The daemon has the descriptors of the first memory, and would map it for the resume's."""
     events: list[Event] = []
-    page = SharedFencePage()
+    page = FencePage.create()
     try:
         session = ClientSession("rank", FenceSlots(), 1, events.append)
         session.register(RankRole(SPEC, LAYOUT, exports()))

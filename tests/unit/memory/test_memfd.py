@@ -12,9 +12,7 @@ import pytest
 
 from kvxferd.errors import Code, EngineError
 from kvxferd.memory import FencePage, SealedMemory, check_memfd, map_memfd
-from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_SLOTS
-from tests.support.fence_page import SharedFencePage
 
 F_SEAL_FUTURE_WRITE = 0x10  # Python names it from 3.13 on
 
@@ -89,23 +87,9 @@ def test_a_tensor_outlives_close() -> None:
     assert tensor[0].item() == 7
 
 
-def test_a_fence_word_is_seen_until_it_is_overwritten() -> None:
-    client = SharedFencePage()
-    daemon = FencePage.map(client.fd)
-    word = bytes(range(16))
-    client.write(FENCE_SLOTS - 1, word)
-    assert daemon.read(FENCE_SLOTS - 1) == word
-    daemon.overwrite(FENCE_SLOTS - 1)
-    assert client.read(FENCE_SLOTS - 1) != word
-    assert client.read(FENCE_SLOTS - 2) == bytes(16)
-    daemon.close()
-    client.close()
-    client.close()
-
-
 @pytest.mark.parametrize("slot", [-1, FENCE_SLOTS])
 def test_a_fence_slot_out_of_range_is_refused(slot: int) -> None:
-    page = SharedFencePage()
+    page = FencePage.create()
     with pytest.raises(ValueError, match="fence slot"):
         page.write(slot, bytes(16))
     with pytest.raises(ValueError, match="15 bytes"):
@@ -113,52 +97,27 @@ def test_a_fence_slot_out_of_range_is_refused(slot: int) -> None:
     page.close()
 
 
-def made_page(size: int = FENCE_PAGE_BYTES, seals: int = fcntl.F_SEAL_SHRINK, flags: int = 0) -> int:
-    fd = os.memfd_create("page", os.MFD_ALLOW_SEALING | flags)
-    os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    return fd
-
-
-@pytest.mark.parametrize(
-    ("page", "code"),
-    [
-        ({"size": FENCE_PAGE_BYTES - 4096}, Code.REGION_TOO_SMALL),
-        ({"size": FENCE_PAGE_BYTES + 4096}, Code.REGION_INVALID),
-        ({"seals": fcntl.F_SEAL_GROW}, Code.REGION_UNSEALED),
-        ({"seals": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE}, Code.REGION_INVALID),
-        ({"seals": fcntl.F_SEAL_SHRINK | F_SEAL_FUTURE_WRITE}, Code.REGION_INVALID),
-        ({"size": 2 << 20, "flags": os.MFD_HUGETLB}, Code.REGION_INVALID),
-    ],
-    ids=["small", "large", "unsealed", "sealed against writing", "against later writing", "huge pages"],
-)
-def test_a_fence_page_that_is_none_is_refused(page: dict[str, int], code: Code) -> None:
-    fd = made_page(**page)
-    with pytest.raises(EngineError) as raised:
-        FencePage.map(fd)
-    assert raised.value.code is code
-    os.close(fd)
-
-
 def test_a_page_to_hand_out_has_its_memory_and_can_be_sealed_no_further() -> None:
-    page = UnmappedFencePage.create()
-    assert os.fstat(page.fd).st_blocks * 512 == FENCE_PAGE_BYTES
+    daemon = FencePage.create()
+    client, word = FencePage(os.dup(daemon.fd)), bytes(range(16))
+    assert os.fstat(daemon.fd).st_blocks * 512 == FENCE_PAGE_BYTES
     with pytest.raises(PermissionError):
-        fcntl.fcntl(page.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
-    client = FencePage.map(page.fd)
-    client.write(7, bytes(range(16)))
-    assert page.read(7) == bytes(range(16))
-    page.overwrite(7)
-    assert client.read(7) != bytes(range(16))
-    client.close()
-    page.close()
-    page.close()
+        fcntl.fcntl(client.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+    mover = map_memfd(daemon.fd, FENCE_PAGE_BYTES)
+    client.write(FENCE_SLOTS - 1, word)
+    assert daemon.read(FENCE_SLOTS - 1) == bytes(mover.view()[-16:]) == word
+    daemon.overwrite(FENCE_SLOTS - 1)
+    assert bytes(mover.view()[-16:]) == client.read(FENCE_SLOTS - 1) != word
+    assert client.read(FENCE_SLOTS - 2) == bytes(16)
+    mover.unmap()
+    for page in (client, daemon, daemon):
+        page.close()
 
 
 def test_a_page_that_its_client_seals_later_is_an_error_and_no_signal() -> None:
-    fd = made_page()
-    page = UnmappedFencePage(fd)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+    page = FencePage(os.memfd_create("page", os.MFD_ALLOW_SEALING))
+    os.ftruncate(page.fd, FENCE_PAGE_BYTES)
+    fcntl.fcntl(page.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
     with pytest.raises(PermissionError):
         page.overwrite(0)
     page.close()
