@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvxferd.layout import EngineSpec
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.proofs.chaos.audit import PEACE_S, Auditor
@@ -117,7 +119,7 @@ class Epoch:
 
     def _round(self, num_faults: int) -> None:
         self._surgeon.begin()
-        self._requests(self._rng.uniform(0.0, 0.25))
+        self.requests(self._rng.uniform(0.0, 0.25))
         heals: list[Heal] = []
         kinds: list[str] = []
         longest = 0.0
@@ -127,15 +129,15 @@ class Epoch:
             kind = self._rng.choices(list(self._kinds), [k.weight for k in self._kinds.values()])[0]
             heal = KINDS[kind].inject(self._surgeon)
             if heal is None:
-                self._requests(0.02)
+                self.requests(0.02)
                 continue
             heals.append(heal)
             kinds.append(kind)
             self._tally.faults[kind] += 1
             longest = max(longest, self._rng.uniform(*KINDS[kind].lasts_s))
             if len(heals) < num_faults:
-                self._requests(self._rng.choice((0.0, 0.05, 0.2)))
-        self._requests(longest)
+                self.requests(self._rng.choice((0.0, 0.05, 0.2)))
+        self.requests(longest)
         for heal in reversed(heals):
             heal()
         if not kinds:
@@ -147,13 +149,20 @@ class Epoch:
         if took is None:
             self._tally.problem("hung", f"no transfer works {RECOVER_S} s after {kinds}")
 
-    def _requests(self, seconds: float) -> None:
+    def requests(self, seconds: float) -> None:
+        """Let them go on for that long."""
         until = time.monotonic() + seconds
         while True:
             self.traffic.step()
             self.fleet.pump(0.01)
             if time.monotonic() > until:
                 return
+
+    def replace(self, index: int, name: str) -> None:
+        """An engine ends, and one of that name takes its place."""
+        engine = self.fleet.engines[index]
+        engine.spec = msgspec.structs.replace(engine.spec, engine_id=name)
+        self._surgeon.restart(engine)
 
     # --- the next transfer works
 

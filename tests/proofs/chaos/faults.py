@@ -37,7 +37,7 @@ class Surgeon:
         if not self.claim(engine):
             return None
         self._bury(self.rng.choice(engine.workers))
-        return lambda: self._restart(engine)
+        return lambda: self.restart(engine)
 
     def _bury(self, worker: Worker) -> None:
         is_exempt = worker.node.num_stopped > 0
@@ -46,7 +46,7 @@ class Surgeon:
             self.fleet.watch_memory(f"memory of {worker.engine.name}", worker.inode, is_exempt)
         self.fleet.forget(worker)
 
-    def _restart(self, engine: Engine) -> None:
+    def restart(self, engine: Engine) -> None:
         for worker in engine.workers:
             if not worker.pipe.closed:
                 self._bury(worker)
@@ -98,7 +98,7 @@ class Surgeon:
         def start() -> None:
             node.start()
             for engine in engines:
-                self._restart(engine)
+                self.restart(engine)
 
         return start
 
