@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvxferd.explain.analysis import explain_pair
 from kvxferd.explain.formatting import format_numbers, format_ranks, format_unit_ranges, format_units
@@ -147,30 +143,8 @@ def test_numbers_are_shown_as_ranges(numbers: list[int], text: str) -> None:
     assert format_numbers(numbers) == text
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=8))
-def test_ranges_are_shown_as_their_units_are(steps: list[tuple[int, int]]) -> None:
-    """Ranges apart or adjacent, empty ones too, in any order."""
-    ends = list(itertools.accumulate(itertools.chain.from_iterable(steps)))
-    ranges = [UnitRange(a, b) for a, b in zip(ends[::2], ends[1::2], strict=True)]
-    units = [unit for held in ranges for unit in range(held.start, held.stop)]
-    assert format_unit_ranges(reversed(ranges)) == format_numbers(units)
-
-
 def test_a_rank_that_holds_countless_units_costs_its_reader_nothing() -> None:
     """A layout may have a billion units of one byte. Counted out they are 35 GB of an operator's memory."""
     countless = UnitRange(0, 1 << 62)
     assert format_unit_ranges((countless,)) == f"0-{(1 << 62) - 1}"
     assert format_units({"ssm": (countless,)}) == f"ssm 0-{(1 << 62) - 1}"
-
-
-@pytest.mark.parametrize(
-    "model", ["deepseek-v3.2", "deepseek-v4", "deepseek-v4.1", "glm-5-next", "minimax-m3", "qwen4"]
-)
-def test_models_with_compressed_caches_are_explained_across_parallel_sizes(model: str) -> None:
-    """What every rank holds, each reads from one rank of the other side; heads and states are divided."""
-    one, found = explained(model, model), explained(f"{model},tp=8", f"{model},tp=4")
-    (alone,) = one.ranks
-    for rank in found.ranks:
-        assert {read.kind for read in rank.reads} == {read.kind for read in alone.reads}
-        assert rank.num_bytes <= alone.num_bytes
-    assert found.num_bytes >= one.num_bytes

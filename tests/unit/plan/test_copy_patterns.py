@@ -79,13 +79,6 @@ def test_rows_end_where_a_local_block_does() -> None:
     assert bytes_of_patterns([pattern]) == bytes_of_form(form)
 
 
-def test_rows_go_backwards_where_one_side_does() -> None:
-    form = form_of([(8, 8 * i, 100 - 10 * i, 0) for i in range(6)])
-    (pattern,) = form_patterns(form)
-    assert (pattern.rows, pattern.image_pitch * pattern.local_pitch) == (6, -80)
-    assert bytes_of_patterns([pattern]) == bytes_of_form(form)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_patterns_write_what_the_copies_write(data: st.DataObject) -> None:
