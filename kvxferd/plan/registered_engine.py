@@ -61,6 +61,8 @@ class RegisteredEngine:
 
         Bindings are no facts: each mapping of the memory changes them.
         """
+        if self.layouts_digest == remote.layouts_digest and self.spec == remote.spec:
+            return  # nearly always, at each grant
         before, after = (msgspec.structs.asdict(one.spec) for one in (self, remote))
         before["the digest of its ranks' layouts"] = self.layouts_digest
         after["the digest of its ranks' layouts"] = remote.layouts_digest
