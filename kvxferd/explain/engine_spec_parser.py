@@ -8,7 +8,7 @@ import tomllib
 import urllib.parse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -107,51 +107,11 @@ class _ModelForm(msgspec.Struct, forbid_unknown_fields=True):
         return _with_kv_dtype(model, self.kv_dtype)
 
 
-class _DeploymentForm(msgspec.Struct, forbid_unknown_fields=True):
-    """The keys of a deployment, as texts of an argument or as values of a file."""
-
-    preset: str = ""
-    model: _ModelForm | None = None
-    tp: int = 1
-    pp: int | None = None  # None: as many as there are stages
-    block_tokens: int = 16
-    layout: str = ""
-    num_blocks: int | dict[str, int] = 1024
-    cp: int = 1
-    interleave: int = 1
-    page_bytes: int = 0
-    kv_dtype: str = ""
-    stages: str | tuple[int, ...] = ()
-    pages: Literal["shared", "own"] = "shared"
-
-    def deployment(self) -> Deployment:
-        """Return the model with its options. Raises ValueError."""
-        model = find_model(self.preset) if self.model is None else self.model.facts()
-        stages = tuple(map(int, self.stages.split("+"))) if isinstance(self.stages, str) else self.stages
-        options = DeploymentOptions(
-            tp=self.tp,
-            pp=max(1, len(stages)) if self.pp is None else self.pp,
-            block_tokens=self.block_tokens,
-            layout=self.layout or model.default_layout,
-            num_blocks=self.num_blocks,
-            stages=stages,
-            cp=self.cp,
-            interleave=self.interleave,
-            page_bytes=self.page_bytes,
-            shared_pages=self.pages == "shared",
-        )
-        if options.pp * options.ranks_per_stage > MAX_ENGINE_RANKS:
-            raise ValueError(
-                f"cannot explain {options.pp} x {options.ranks_per_stage} ranks: {MAX_ENGINE_RANKS} is the "
-                "limit"
-            )
-        return Deployment(_with_kv_dtype(model, self.kv_dtype) if self.kv_dtype else model, options)
-
-
+_OPTIONS = [field.name for field in dataclasses.fields(DeploymentOptions)]
 _USAGE = (
     "an engine is described by PRESET[,key=value...] (as in 'llama-3-70b,tp=8,pp=2,layout=HND'), by a "
     ".json or .toml file, or by @ENGINE_ID for one that is live in the daemon; the keys are "
-    + ", ".join(_DeploymentForm.__struct_fields__[2:])
+    + ", ".join(("kv_dtype", *_OPTIONS))
 )
 
 
@@ -176,7 +136,7 @@ def parse_engine(text: str, daemon: Callable[[], ControlClient]) -> EngineDescri
         if forms == {"ranks"}:
             ranks = _all_ranks(text, msgspec.convert(content, _RanksForm).ranks)
         else:
-            deployment = msgspec.convert(content, _DeploymentForm, strict=False).deployment()
+            deployment = _deployment(content)
             ranks = deployment.ranks()
     except msgspec.ValidationError as error:
         raise ConfigError(f"cannot use {text!r}: {error}; {_USAGE}") from error
@@ -189,6 +149,32 @@ def parse_engine(text: str, daemon: Callable[[], ControlClient]) -> EngineDescri
     except KvxferdError as error:
         raise ConfigError(f"{error.message} (in {text!r})", error.code) from error
     return EngineDescription(text, ranks, deployment)
+
+
+def _deployment(content: dict[str, Any]) -> Deployment:
+    """Return the deployment of a preset or a model, with the texts of an argument or the values of a file.
+
+    Raises ValueError and msgspec.ValidationError.
+    """
+    keys = dict(content)
+    if "model" in keys:
+        model = msgspec.convert(keys.pop("model"), _ModelForm).facts()
+    else:
+        model = find_model(str(keys.pop("preset")))
+    if "kv_dtype" in keys:
+        model = _with_kv_dtype(model, str(keys.pop("kv_dtype")))
+    if unknown := keys.keys() - _OPTIONS:
+        raise ValueError(f"cannot use key {min(unknown)!r}: {_USAGE}")
+    if "stages" in keys:
+        stages = keys["stages"]
+        keys["stages"] = stages.split("+") if isinstance(stages, str) else stages
+        keys.setdefault("pp", len(keys["stages"]))
+    options = msgspec.convert({"layout": model.default_layout, **keys}, DeploymentOptions, strict=False)
+    if options.pp * options.ranks_per_stage > MAX_ENGINE_RANKS:
+        raise ValueError(
+            f"cannot explain {options.pp} x {options.ranks_per_stage} ranks: {MAX_ENGINE_RANKS} is the limit"
+        )
+    return Deployment(model, options)
 
 
 def _keys(text: str) -> dict[str, Any]:

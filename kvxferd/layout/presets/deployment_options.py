@@ -32,18 +32,11 @@ AXIS_ORDERS: dict[str, str] = {
 
 LAYOUT_NAMES: tuple[str, ...] = tuple(AXIS_ORDERS)
 
-# Other names of arrangements, from engines' flags and from papers.
-_ARRANGEMENT_SYNONYMS = {
-    "kv-first": "HND",
-    "blocks-first": "HND-blocks-first",
-    "cross-layer": "HND-cross-layer",
-    "packed": "HND-packed",
-}
 # K as [heads, head_dim / x, tokens, x] with x elements of 16 bytes together, V as [heads, head_dim, tokens].
 VECTORISED = "vectorised"
 CHUNK_BYTES = 16
 
-ARRANGEMENTS: tuple[str, ...] = (*LAYOUT_NAMES, VECTORISED, *_ARRANGEMENT_SYNONYMS)
+ARRANGEMENTS: tuple[str, ...] = (*LAYOUT_NAMES, VECTORISED)
 
 
 class ShardPosition(NamedTuple):
@@ -90,8 +83,7 @@ class DeploymentOptions:
     @property
     def arrangement(self) -> str:
         """Return the order of the axes: a name of LAYOUT_NAMES, or VECTORISED."""
-        name = self.layout.partition("+")[0]
-        return _ARRANGEMENT_SYNONYMS.get(name, name)
+        return self.layout.partition("+")[0]
 
     @property
     def has_cross_layer_pages(self) -> bool:

@@ -138,13 +138,13 @@ def test_files_say_the_same_as_keys(tmp_path: Path) -> None:
         ("llama-3-8b,tp", ["'tp' is no key=value"]),
         ("llama-3-8b,tp=four", ["`int`", "$.tp"]),
         ("llama-3-8b,tp=2,tp=4", ["tp is given twice"]),
-        ("llama-3-8b,size=2", ["`size`", "block_tokens"]),
-        ("llama-3-8b,layout=DNH", ["'DNH'", "kv-first"]),
+        ("llama-3-8b,size=2", ["'size'", "block_tokens"]),
+        ("llama-3-8b,layout=DNH", ["'DNH'", "NHD-packed"]),
         ("llama-3-8b,tp=0", ["tp 0"]),
         ("llama-3-8b,tp=512,pp=512", ["512 x 512 ranks", "1024 is the limit"]),
         ("llama-3-8b,kv_dtype=int3", ["int3", "bfloat16"]),
         ("llama-3-8b,stages=10+10", ["10, 10", "32"]),
-        ("nemotron-h-8b,pages=none", ["'none'", "$.pages"]),
+        ("nemotron-h-8b,shared_pages=none", ["`bool`", "$.shared_pages"]),
         ("/nowhere/engine.json", ["/nowhere/engine.json", "No such file"]),
     ],
 )
@@ -170,7 +170,7 @@ def test_bad_descriptions_are_one_line_and_2(description: str, words: list[str])
         ("x.json", '{"ranks": []}', "lists no rank"),
         ("x.json", '{"ranks": [{"spec": {}}]}', "$.ranks[0]"),
         ("x.json", '{"preset": "llama-3-8b", "tp": 1.5}', "$.tp"),
-        ("x.toml", 'tp = 2\n[model]\nname = "x"\nlayers = 2', "$.model"),
+        ("x.toml", 'tp = 2\n[model]\nname = "x"\nlayers = 2', "field `"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, content: str, words: str) -> None:

@@ -24,7 +24,7 @@ from tests.support.explained_pairs import described, explained
         ("llama-3-8b,layout=vectorised", "llama-3-8b", "with HND at prefill"),
         (
             "gpt-oss-20b,layout=NHD-blocks-first",
-            "gpt-oss-20b,layout=blocks-first",
+            "gpt-oss-20b,layout=HND-blocks-first",
             "with NHD-blocks-first at",
         ),
         # GOLDEN: 10,000 runs of equal engines, 62 blocks of 1,000 tokens

@@ -45,7 +45,7 @@ def test_bytes_of_a_thousand_tokens(prefill: str, decode: str, want: int) -> Non
         ("qwen3-8b", "qwen3-8b", 62.5 * 36 * 2),  # 36 layers, K and V: a block of all eight heads
         ("qwen3-8b", "qwen3-8b,tp=2", 62.5 * 36 * 2 * 2),  # a block of four heads, for each rank
         ("qwen3-8b", "qwen3-8b,layout=NHD", 1000 * 36 * 2 * 8),  # head by head and token by token
-        ("qwen3-8b,layout=cross-layer", "qwen3-8b,layout=cross-layer", 62.5),  # a block of all layers
+        ("qwen3-8b,layout=HND-cross-layer", "qwen3-8b,layout=HND-cross-layer", 62.5),  # a block of all layers
     ],
 )
 def test_runs_of_a_thousand_tokens(prefill: str, decode: str, runs: float) -> None:

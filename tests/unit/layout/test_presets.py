@@ -79,7 +79,7 @@ def test_vectorised_keys_are_chunks_of_16_bytes_and_values_single_items() -> Non
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", ["NHD+SD", "blocks-first", "packed", "HND"])
+@pytest.mark.parametrize("layout", ["NHD+SD", "HND-blocks-first", "HND-packed", "HND"])
 def test_every_model_in_a_real_deployment(name: str, layout: str) -> None:
     """Valid, complete, at TP that does not divide and beyond the heads."""
     for tp, pp in ((3, 2), (16, 1)):
@@ -158,7 +158,7 @@ def test_groups_with_block_counts_of_their_own() -> None:
         ("tiny-sliding", {"num_blocks": {"full": 9}}, "lacks group 'sliding'"),
         ("tiny-gdn", {"num_blocks": {"full": 9, "state.0": 2, "state.1": 2}}, "share their pages"),
         # K and V of one layer share a page with its states
-        *(("tiny-gdn", {"layout": one}, "shared pages") for one in ("cross-layer", "BLHNC", "LHBNC")),
+        *(("tiny-gdn", {"layout": one}, "shared pages") for one in ("HND-cross-layer", "BLHNC", "LHBNC")),
         ("tiny-gdn", {"layout": "vectorised"}, "shared pages"),
     ],
 )
