@@ -20,8 +20,7 @@ from scaling.engines import LARGE, NODE, DeploymentShape, manifest, renamed
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.node import Node
-from kvxferd.core.peers.layout_cache import LayoutCache
-from kvxferd.core.peers.manifest_checks import check_manifests
+from kvxferd.core.peers.manifest_checks import LayoutCache, check_manifests
 from kvxferd.ids import BootId, Endpoint, GroupName, Incarnation, Rank, RegionId, TransferId
 from kvxferd.layout import BlocksByGroup, EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout, deploy

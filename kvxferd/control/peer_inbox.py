@@ -18,8 +18,7 @@ import structlog
 
 from kvxferd.control.fair_thread import FairThread
 from kvxferd.core.events import CheckedLayout, Event, LayoutsChecked, PeerReply, PeerRequest, Tick
-from kvxferd.core.peers.layout_cache import LayoutCache
-from kvxferd.core.peers.manifest_checks import checked_layouts
+from kvxferd.core.peers.manifest_checks import LayoutCache, checked_layouts
 from kvxferd.errors import Code, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.ids import Endpoint
 from kvxferd.wire.codec import refusal_of_undecodable

@@ -24,7 +24,7 @@ from kvxferd.core.limits.table import (
     RANKS,
     WAITING_BYTES,
 )
-from kvxferd.core.peers.layout_cache import LayoutCache
+from kvxferd.core.peers.manifest_checks import LayoutCache
 from kvxferd.core.peers.peers import Peer, Peers
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.peers.routes import PeerRoutes

@@ -39,7 +39,7 @@ SESSIONS = Limit(
     SETTING,
     "connections of this node's workers",
     "It is closed with `busy`",
-    "A rank has one, and a scheduler one more; each is four descriptors",
+    "64 ranks, a scheduler for each engine, and tools, twice over; each takes five descriptors",
     retry_after_s=RETRY_LATER_S,
 )
 PEERS = Limit(

@@ -8,8 +8,7 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import MEMBER_BYTES
-from kvxferd.core.peers.layout_cache import LayoutCache
-from kvxferd.core.peers.manifest_checks import check_manifest, check_spec
+from kvxferd.core.peers.manifest_checks import LayoutCache, check_manifest, check_spec
 from kvxferd.core.peers.remote_engine import RANK_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.owners import daemon_owner, is_user

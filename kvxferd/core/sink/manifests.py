@@ -10,8 +10,7 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
 from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import REMOTE_ENGINE_BYTES
-from kvxferd.core.peers.layout_cache import LayoutCache
-from kvxferd.core.peers.manifest_checks import aggregate_metadata, check_manifests
+from kvxferd.core.peers.manifest_checks import LayoutCache, aggregate_metadata, check_manifests
 from kvxferd.core.peers.peers import Peer, Peers, as_error
 from kvxferd.core.peers.remote_engine import RemoteEngine, manifest_bytes
 from kvxferd.core.peers.requests import PeerRequests

@@ -11,8 +11,7 @@ from kvxferd.core.limits.ledger import check_count, check_num_ids, incarnation_b
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.core.source.ended import EndedTransfers
-from kvxferd.core.source.transfer_table import TransferTable
+from kvxferd.core.source.transfer_table import EndedTransfers, TransferTable
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineKey, Incarnation, Rank, SessionId
 from kvxferd.layout import BlocksByGroup

@@ -19,9 +19,14 @@ from kvxferd.core.ranks.rank import LocalRank, MemberRank, RankRecord
 from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.source.announced import Announcements, Report, report_of
-from kvxferd.core.source.ended import EndedTransfers
 from kvxferd.core.source.publish_checks import Admitted, PublishChecks
-from kvxferd.core.source.transfer_table import ALL_TOKENS, Transfer, TransferKey, TransferTable
+from kvxferd.core.source.transfer_table import (
+    ALL_TOKENS,
+    EndedTransfers,
+    Transfer,
+    TransferKey,
+    TransferTable,
+)
 from kvxferd.core.source.waiting import WaitingRequests
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, SessionId, TransferId

@@ -7,8 +7,7 @@ import pytest
 
 from kvxferd.core import events as ev
 from kvxferd.core.limits.table import GRANTS, WAITING_BYTES
-from kvxferd.core.peers.layout_cache import LayoutCache
-from kvxferd.core.peers.manifest_checks import check_manifest, checked_layouts
+from kvxferd.core.peers.manifest_checks import LayoutCache, check_manifest, checked_layouts
 from kvxferd.core.ranks import home as core_home
 from kvxferd.core.sink.manifests import MAX_ENGINES_PER_PEER
 from kvxferd.core.source import grants as grant_server
@@ -390,7 +389,7 @@ def test_a_layout_that_was_checked_by_the_shell_is_not_checked_again(world, stag
     found = checked_layouts((request.manifest,), LayoutCache())
     world.feed(stages[0].host, ev.LayoutsChecked(found))
     monkeypatch.setattr(
-        "kvxferd.core.peers.layout_cache.validate_layout", lambda *args: pytest.fail("checked again")
+        "kvxferd.core.peers.manifest_checks.validate_layout", lambda *args: pytest.fail("checked again")
     )
     (done,) = world.send_request(stages[0].host, request)
     assert isinstance(done, RequestDone)
