@@ -46,7 +46,7 @@ fi
 # shellcheck disable=SC2086 # several words
 timeout --kill-after=10 "$tests_limit_s" "$python" -m pytest -q $tests
 tests_status=$?
-timeout --kill-after=10 300 "$python" -m tests.integration.gpu.scatter_trial "$driver"
+timeout --kill-after=10 300 "$python" -m benchmarks.scatter_trial "$driver"
 scatter_status=$?
 "$python" -P -m kvxferd.cli doctor --gpu --driver "$driver"
 doctor_status=$?
