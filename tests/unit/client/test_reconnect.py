@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -254,87 +255,36 @@ def test_a_final_refusal_ends_the_session(stage: Stage) -> None:
 # --- daemons that talk nonsense
 
 
-def _bad_header(stage: Stage) -> None:
-    stage.side.write(HEADER.pack(4, 0, 1) + b"oops")
-
-
-def _too_large(stage: Stage) -> None:
-    stage.side.write(HEADER.pack(1 << 31, 0, 0))
-
-
-def _undecodable(stage: Stage) -> None:
-    stage.side.write(HEADER.pack(4, 0, 0) + b"oops")
-
-
-def _unknown_field(stage: Stage) -> None:
-    stage.side.write(HEADER.pack(15, 0, 0) + b"\x82\xa1t\xa9suspended\xa1x")
-
-
-def _no_descriptor(stage: Stage) -> None:
-    stage.side.say(worker.MoverOffered(number=2))
-
-
-def _two_movers(stage: Stage) -> None:
-    stage.side.say(worker.MoverOffered(number=2), *[stage.mover.pidfd] * 2)
-
-
-def _unannounced_descriptor(stage: Stage) -> None:
-    stage.side.say(worker.Released(transfer_id="x", why=Code.COMPLETED), stage.mover.pidfd)
-
-
-def _descriptor_of_nothing(stage: Stage) -> None:
-    stage.side.say(
-        worker.MoverOffered(number=2), stage.memory.fd
-    )  # a file is always readable: epoll refuses it
-
-
-def _second_welcome(stage: Stage) -> None:
-    stage.side.say(
-        worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="b", lease_s=1.0, max_hold_s=600.0)
-    )
-
-
-def _unasked_answer(stage: Stage) -> None:
-    stage.side.say(worker.Refused(request=9, code=Code.BUSY, message="no"))
-
-
-def _unknown_ticket(stage: Stage) -> None:
-    stage.side.say(worker.TicketQuiesced(ticket=99))
-
-
-def _quiesced_too_early(stage: Stage) -> None:
-    stage.side.say(worker.TicketQuiesced(ticket=1))
-
-
-def _unasked_suspension(stage: Stage) -> None:
-    stage.side.say(worker.Suspended())
-
-
-def _cut_frame(stage: Stage) -> None:
+def cut_frame(stage: Stage) -> None:
     stage.side.write(HEADER.pack(100, 0, 0) + b"cut")
     stage.side.close()
 
 
-@pytest.mark.parametrize(
-    "nonsense",
-    [
-        _bad_header,
-        _too_large,
-        _undecodable,
-        _unknown_field,
-        _no_descriptor,
-        _two_movers,
-        _unannounced_descriptor,
-        _descriptor_of_nothing,
-        _second_welcome,
-        _unasked_answer,
-        _unknown_ticket,
-        _quiesced_too_early,
-        _unasked_suspension,
-        _cut_frame,
-    ],
+SECOND_WELCOME = worker.Welcome(
+    version=worker.WORKER_VERSIONS.newest, boot_id="b", lease_s=1.0, max_hold_s=600.0
 )
-def test_nonsense_costs_the_connection_and_no_more(stage: Stage, nonsense) -> None:
+RELEASED = worker.Released(transfer_id="x", why=Code.COMPLETED)
+NONSENSE: dict[str, Callable[[Stage], object]] = {
+    "bad header": lambda stage: stage.side.write(HEADER.pack(4, 0, 1) + b"oops"),
+    "too large": lambda stage: stage.side.write(HEADER.pack(1 << 31, 0, 0)),
+    "undecodable": lambda stage: stage.side.write(HEADER.pack(4, 0, 0) + b"oops"),
+    "unknown field": lambda stage: stage.side.write(HEADER.pack(15, 0, 0) + b"\x82\xa1t\xa9suspended\xa1x"),
+    "no descriptor": lambda stage: stage.side.say(worker.MoverOffered(number=2)),
+    "two movers": lambda stage: stage.side.say(worker.MoverOffered(number=2), *[stage.mover.pidfd] * 2),
+    "descriptor of nothing announced": lambda stage: stage.side.say(RELEASED, stage.mover.pidfd),
+    # A file is always readable: epoll refuses it.
+    "descriptor of a file": lambda stage: stage.side.say(worker.MoverOffered(number=2), stage.memory.fd),
+    "second welcome": lambda stage: stage.side.say(SECOND_WELCOME),
+    "reply to nothing": lambda stage: stage.side.say(worker.Refused(request=9, code=Code.BUSY, message="no")),
+    "unknown ticket": lambda stage: stage.side.say(worker.TicketQuiesced(ticket=99)),
+    "quiesced too early": lambda stage: stage.side.say(worker.TicketQuiesced(ticket=1)),
+    "suspension of nobody": lambda stage: stage.side.say(worker.Suspended()),
+    "cut frame": cut_frame,
+}
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_costs_the_connection_and_no_more(stage: Stage, nonsense: Callable[[Stage], object]) -> None:
     rank = stage.rank()
     ticket = pull_on(stage, rank)
     stage.mover.die()
