@@ -13,7 +13,7 @@ import hmac
 
 import msgspec
 
-from kvxferd.engine import TransferRef
+from kvxferd.client import TransferRef, make_ref
 
 # A request that is computed again gets another room, for which the same data-parallel rank is chosen: rooms
 # that differ by a multiple of this have equal remainders for up to 16 replicas.
@@ -31,15 +31,7 @@ class SourceIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def reference(self, room: int) -> TransferRef:
         """Return the reference of a room's transfer."""
-        return TransferRef.parse(
-            {
-                "endpoint": self.endpoint,
-                "engine_id": self.engine_id,
-                "generation": self.generation,
-                "transfer_id": transfer_id(room),
-                "nonce": self.nonce(room),
-            }
-        )
+        return make_ref(self.endpoint, self.engine_id, self.generation, transfer_id(room), self.nonce(room))
 
     def nonce(self, room: int) -> str:
         """Return the nonce of a room's transfer, which nobody without the secret can guess."""
