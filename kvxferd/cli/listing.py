@@ -21,7 +21,7 @@ from kvxferd.records import (
 )
 from kvxferd.telemetry.units import format_size, format_time
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import Column, format_count, print_json, print_line, print_table
+from kvxferd.tooling.output import Column, format_count, print_json, print_table
 from kvxferd.wire.endpoint import address_of
 
 
@@ -195,18 +195,3 @@ def transfers() -> None:
 @list_verb("/v1/engines", ENGINES, RANKS, OWNERSHIPS)
 def engines() -> None:
     """Show local engines and their ranks, and which user owns each engine id."""
-
-
-@click.command()
-@json_option
-@with_control_client
-def topology(daemon: ControlClient, as_json: bool) -> None:
-    """Show what local ranks know of remote engines, a line each stage."""
-    stages = daemon.get("/v1/topology")["topology"]
-    if as_json:
-        print_json(stages)
-        return
-    if not stages:
-        print_line("Remote engines: none")
-    for terms in stages:
-        print_line(f"TransferTopology({', '.join(f'{name}={value}' for name, value in terms.items())})")

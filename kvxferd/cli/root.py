@@ -25,7 +25,6 @@ GROUPS = {
         "peers": "listing",
         "transfers": "listing",
         "history": "history",
-        "topology": "listing",
         "inspect": "inspect",
     },
     "Find what is wrong": {

@@ -14,7 +14,6 @@ from kvxferd.records import NodeSnapshot, RankSnapshot
 from kvxferd.telemetry.minute_text import describe_failures, describe_rates
 from kvxferd.telemetry.samples import LastMinute
 from kvxferd.telemetry.units import format_date, format_size
-from kvxferd.telemetry.warnings import NodeWarning
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.exit_codes import EXIT_NOT_READY
 from kvxferd.tooling.output import format_count, print_fields, print_json, print_line
@@ -61,6 +60,8 @@ def _lines(reply: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
 
 def _warnings(reply: dict[str, Any]) -> list[tuple[str, str]]:
     """Return each warning with its kind and age."""
+    from kvxferd.telemetry.warnings import NodeWarning  # it loads structlog
+
     warnings = msgspec.convert(reply["active_warnings"], list[NodeWarning])
     return [("warning", f"{w.kind.value}, since {format_date(w.since)}Z: {w.text}") for w in warnings]
 

@@ -30,7 +30,6 @@ from kvxferd.telemetry.units import (
     format_size,
     format_time,
 )
-from kvxferd.telemetry.warnings import NodeWarning
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import Column, print_json, print_line, print_table
 from kvxferd.wire.endpoint import address_of
@@ -118,6 +117,8 @@ def _full_screen() -> Iterator[None]:
 
 def print_report(status: dict[str, Any], samples: dict[str, Any]) -> None:
     """Print the replies of `/v1/status` and `/v1/samples`."""
+    from kvxferd.telemetry.warnings import NodeWarning  # it loads structlog
+
     node = msgspec.convert(status["node"], NodeSnapshot)
     report = msgspec.convert(samples, SampleReport)
     verdict = msgspec.convert(status["verdict"], NodeVerdict)

@@ -10,7 +10,7 @@ import pytest
 import kvxferd
 from kvxferd.cli.serve import serve
 from kvxferd.config import SETTINGS, flag_name
-from kvxferd.tooling.output import format_bytes, format_count, plain_text
+from kvxferd.tooling.output import plain_text
 from tests.support.python_process import run_kvxferd
 from tests.support.verb_harness import run
 
@@ -48,14 +48,6 @@ def test_what_cannot_be_done_is_one_line(
         assert name in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("count", "want"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5.0 TiB")],
-)
-def test_sizes(count: int, want: str) -> None:
-    assert format_bytes(count) == want
-
-
 def test_names_from_outside_cannot_steer_a_terminal() -> None:
     assert plain_text("[red]\x1b[2Jx").plain == "[red]\N{REPLACEMENT CHARACTER}[2Jx"
 
@@ -75,13 +67,6 @@ async def test_a_mistyped_verb_or_option_is_an_error_with_a_hint(arguments: list
     assert result.exit_code == 2
     assert hint in result.stderr
     assert "\x1b" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("count", "want"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), (1500, "1,500 ranks")]
-)
-def test_counts(count: int, want: str) -> None:
-    assert format_count(count, "rank") == want
 
 
 # --- what the daemon's process is before it serves

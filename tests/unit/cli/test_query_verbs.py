@@ -122,30 +122,6 @@ async def test_logs_prints_the_last_lines_with_the_errors_among_them(
         assert (await run("logs", "-n", "0", *socket)).stdout == ""
 
 
-async def test_a_topology_has_the_names_of_in_engine_connectors(tmp_path: Path) -> None:
-    """A line for each stage: of a hybrid, and of a pair in two stages whose sizes do not divide."""
-    async with daemon(tmp_path) as config:
-        result = await run("topology", "--socket", config.control.socket)
-        as_json = await run("topology", "--json", "--socket", config.control.socket)
-    assert result.exit_code == as_json.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    assert all(line.startswith("TransferTopology(local_engine_id=decode-0, ") for line in lines)
-    assert [(", tp_ratio=-2, " in line, ", tp_ratio=None, " in line) for line in lines] == [
-        (True, False),
-        (False, True),
-        (False, True),
-    ]
-    assert "fa_head_slots={'0': 0, '1': 1}" in lines[0]
-    assert ", needs_split_handles=True, " in lines[0]
-    shown = json.loads(as_json.stdout)
-    assert [(one["local_rank"], one["remote_pp_rank"]) for one in shown] == [
-        ([0, 0], 0),
-        ([0, 1], 0),
-        ([0, 1], 1),
-    ]
-    assert [one["target_remote_ranks"] for one in shown] == [[0, 1], [1], [1]]
-
-
 async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
     async with daemon(tmp_path, StillNode(["nixl cannot be imported"])) as config:
         result = await run("status", "--socket", config.control.socket)

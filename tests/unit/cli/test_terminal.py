@@ -23,7 +23,7 @@ from tests.support.node_samples import StillNode, node_snapshot, pull_record
 from tests.support.terminal import on_terminal
 from tests.support.verb_harness import daemon
 
-VERBS = [["status"], ["engines"], ["topology"], ["peers"], ["transfers"], ["history"]]
+VERBS = [["status"], ["engines"], ["peers"], ["transfers"], ["history"]]
 WIDTHS = [40, 80]
 STYLE = re.compile(r"\x1b\[[\d;]*m")
 
@@ -39,7 +39,6 @@ WANTED = {
     "status": [ENDPOINT, LONG],
     "peers": ["tcp://[fe80:1234:5678:9abc:def0:1234:5678:9abc]:65535", "prefill-0@g7"],
     "engines": [LONG, WIDE, "pp0.tp1", "direct"],
-    "topology": ["target_remote_ranks=[0, 1]"],
     "history": [LONG, WIDE, "lease-expired", "12 ms"],
     "transfers": [LONG, WIDE, "granted", "12.5 s"],
 }

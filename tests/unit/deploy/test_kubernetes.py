@@ -270,21 +270,6 @@ def test_gpus_are_visible_and_none_is_requested(tmp_path: Path) -> None:
         read_config(form, daemon, tmp_path)
 
 
-@pytest.mark.process
-def test_gpus_by_mounts_for_a_toolkit_that_takes_no_variable(tmp_path: Path) -> None:
-    form = compose(tmp_path, with_components("keys", "gpu-volume-mounts", "rdma"))
-    _workload, pod, daemon = parts_of(form)
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    mount = mounts_of(daemon)["/var/run/nvidia-container-devices/all"]
-    assert volumes[mount["name"]]["hostPath"] == {"path": "/dev/null", "type": "CharDevice"}
-    # "void" asks for nothing. An older toolkit would refuse "all" before it looked at the mounts' absence.
-    assert environment_of(daemon)["NVIDIA_VISIBLE_DEVICES"] == "void"
-    assert daemon["resources"]["limits"]["rdma/hca"] == "1"
-    assert "nvidia.com/gpu" not in daemon["resources"]["limits"]
-    for manifest in form:
-        kubernetes_validate.validate(manifest, VERSIONS[0], strict=True)
-
-
 # Images.
 
 

@@ -142,26 +142,6 @@ def transfer_config_faults(config: dict[str, Any]) -> Iterator[str]:
         yield "no such policy"
 
 
-def test_what_is_not_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.documented_commands.ROOT", tmp_path)
-    page = tmp_path / "page.md"
-    config = {"kv_connector": "K", "kv_connector_module_path": "m", "kv_role": "kv_all"}
-    config_json = json.dumps({**config, "kv_connector_extra_config": {"num_reader": 2}})
-    lines = (
-        *("$ kvxferd stats", "$ kvxferd drain --wiat", "$ kvxferd explain llama-3-8b"),
-        *("$ curl http://h/v2/status", "$ pip install kvxferd[all]", "$ python examples/pd_router.py -x"),
-        f"$ vllm serve m --kv-transfer-config '{config_json}'",
-    )
-    page.write_text("\n".join(["`drain.limit` `kvxferd_puls_total`", "```console", *lines, "```", ""]))
-    found = "\n".join(faults(page))
-    for part in (
-        *("no setting drain.limit", "no metric kvxferd_puls_total", "stats: no such verb", "--wiat"),
-        *("explain llama-3-8b: ", "no route GET /v2/status", "num_reader", "not our connector"),
-        *("no such role", "no extra all", "the router has no such options"),
-    ):
-        assert part in found, part
-
-
 def test_events_and_codes_of_the_guides_tables_are_there() -> None:
     events = {line.event for line in (*surfaces.event_lines(), *surfaces.record_lines())}
     assert named_in_first_column("monitor.md", "| event | meaning |") <= events
