@@ -296,18 +296,6 @@ def test_a_rank_is_kept_for_its_key_for_minutes_and_for_a_secret_for_seconds(wor
     assert isinstance(as_stranger(world, home, join(again.spec)), RequestDone)
 
 
-def test_an_operator_gives_a_rank_of_a_lost_node_back(world):
-    stages = stages_of(world)
-    del world.hosts["p1"]
-    home = restarted(world, "p0")
-    comes_back(world, stages[0], home)
-    assert is_not_allowed(as_stranger(world, home, join(stages[1].spec)))
-    assert home.node.disownable(KEY.engine_id).num_ranks == 1
-    world.feed(home, ev.DisownRequested(KEY.engine_id))
-    assert isinstance(as_stranger(world, home, join(stages[1].spec)), RequestDone)
-    assert not home.node.disownable(KEY.engine_id)
-
-
 def test_an_operator_gives_a_rank_back_whose_node_is_silent_and_none_that_is_heard_of(world):
     stages = stages_of(world)
     home = stages[0].host

@@ -127,15 +127,6 @@ def test_a_user_with_ever_new_plans_evicts_its_own() -> None:
     assert [node.use(number, uid=1) for number in range(8)] == 8 * [True]
 
 
-def test_users_that_need_plans_take_them_from_those_with_more() -> None:
-    node = Node(64)
-    for number in range(56):
-        node.use(number, uid=1)
-    for number in range(100, 156):
-        node.use(number, uid=2)
-    assert [node.share.held_by(uid) for uid in (1, 2)] == [28 * SIZE, 28 * SIZE]
-
-
 def test_grants_keep_the_plans_that_they_read_by() -> None:
     """What has no room is refused, and not planned again for the next request."""
     node = Node(8)

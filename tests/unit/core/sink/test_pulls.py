@@ -257,14 +257,6 @@ def test_it_is_not_read_again_just_before_its_deadline(world, source, sink):
     assert sink.ended(ticket).safe_to_reuse
 
 
-def test_a_cancelled_pull_is_not_read_again(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    sink.say(wk.Cancel(ticket=ticket))
-    fail(sink)
-    assert sink.ended(ticket).code is Code.CANCELLED
-
-
 def test_a_source_that_does_not_answer_any_more_does_not_keep_the_engine_waiting(world, source, sink):
     mover_of(sink).hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=60)
