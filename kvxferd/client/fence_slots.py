@@ -12,28 +12,12 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from kvxferd.errors import BusyError
+from kvxferd.memory import FencePage
 from kvxferd.wire.limits import FENCE_SLOTS, FENCE_WORD_BYTES
 
 RETRY_AFTER_S = 1.0  # the busiest prefill engines release some transfer well within this
-
-
-class FencePageLike(Protocol):
-    """What a fence page does; `kvxferd.memory.FencePage` is the real one."""
-
-    def write(self, slot: int, word: bytes) -> None:
-        """Put `word` in `slot`."""
-
-    def read(self, slot: int) -> bytes:
-        """Return the word in `slot`."""
-
-    def overwrite(self, slot: int) -> None:
-        """Change the word in `slot`."""
-
-    def close(self) -> None:
-        """Close it. Idempotent."""
 
 
 class FenceSlots:
@@ -46,17 +30,17 @@ class FenceSlots:
     ) -> None:
         """`random_bytes` returns so many bytes that nobody can predict."""
         self._random_bytes = random_bytes
-        self._current_page: FencePageLike | None = None  # None: no daemon has accepted the session yet
+        self._current_page: FencePage | None = None  # None: no daemon has accepted the session yet
         self._free = deque(range(num_slots))
         self._words: dict[int, bytes] = {}  # the word that was written, by slot
         self._num_slots = num_slots
 
     @property
-    def _page(self) -> FencePageLike:
+    def _page(self) -> FencePage:
         assert self._current_page is not None, "a session publishes once it is registered"
         return self._current_page
 
-    def switch_page(self, page: FencePageLike) -> None:
+    def switch_page(self, page: FencePage) -> None:
         """Switch to another page; every acquired slot gets a fresh word.
 
         First the old page's words are overwritten: from then on no read that an earlier daemon

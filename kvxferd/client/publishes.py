@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvxferd.client.events import Emit
-from kvxferd.client.fence_slots import FencePageLike, FenceSlots
+from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, TransferId
 from kvxferd.layout import BlocksByGroup, append_ids
+from kvxferd.memory import FencePage
 from kvxferd.wire import worker
 from kvxferd.wire.common import RankIncarnations
 from kvxferd.wire.limits import FENCE_SLOTS
@@ -191,7 +192,7 @@ class ClientPublishes:
         if len(self._ready) > MAX_READY_RECORDS:
             self._ready.popitem(last=False)
 
-    def switch_fence_page(self, page: FencePageLike) -> None:
+    def switch_fence_page(self, page: FencePage) -> None:
         """Move the words to the page that the new daemon reads, before anything is sent.
 
         A transfer that an earlier daemon released is over here too. That daemon overwrote the word before

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from kvxferd.client.events import Disconnected, Emit
-from kvxferd.client.fence_slots import FencePageLike, FenceSlots
+from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.incarnations import KnownIncarnations
 from kvxferd.client.memory_export import MemoryExport
 from kvxferd.client.mover_watch import LaunchMover
@@ -21,6 +21,7 @@ from kvxferd.client.registration import MemoryState, RankRole, SessionRole
 from kvxferd.client.session_requests import SessionRequests, SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint
+from kvxferd.memory import FencePage
 from kvxferd.wire import worker
 from kvxferd.wire.common import Message, Refusal
 
@@ -238,7 +239,7 @@ class ClientSession(SessionRequests):
         """Return whether the message carries the session's fence page."""
         return isinstance(message, worker.Registered) and self.registration.expects_fence_page
 
-    def handle(self, message: worker.DaemonMessage, now: float, page: FencePageLike | None = None) -> None:
+    def handle(self, message: worker.DaemonMessage, now: float, page: FencePage | None = None) -> None:
         """Handle a message. Raises KvxferdError when the connection must end; its code tells why.
 
         `page`: where the message carries a fence page. It is the session's then, or closed.

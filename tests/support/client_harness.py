@@ -23,11 +23,11 @@ from kvxferd.client import (
     TransferRef,
     connect,
 )
-from kvxferd.client.fence_slots import FencePageLike, FenceSlots
+from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.ids import Endpoint, EngineId, Generation, Rank, RegionId, TransferId
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
-from kvxferd.memory import SealedMemory
+from kvxferd.memory import FencePage, SealedMemory
 from kvxferd.wire import worker
 from tests.support.nodes.waiting import wait_until
 from tests.support.scripted_daemon import WAIT_S, DaemonSide, Mover, ScriptedDaemon
@@ -47,7 +47,7 @@ REF = TransferRef(
 )
 
 
-def slots_on(page: FencePageLike) -> FenceSlots:
+def slots_on(page: FencePage) -> FenceSlots:
     """Fence slots of a session that is registered with that page."""
     slots = FenceSlots()
     slots.switch_page(page)
