@@ -28,6 +28,7 @@ from kvxferd.layout.validate import MAX_TENSORS, validate_layout
 from kvxferd.plan import (
     Expander,
     Plan,
+    block_rules,
     check_blocks,
     check_engine,
     check_request,
@@ -114,7 +115,7 @@ def check_both(
     layout: RankLayout, plan: Plan, local: BlocksByGroup, published: BlocksByGroup, num_tokens: int
 ) -> None:
     """Check the block lists of a request, as the core does."""
-    check_blocks(layout, local, num_tokens)
+    check_blocks(block_rules(layout), local, num_tokens)
     check_request(plan, local, published, num_tokens)
 
 

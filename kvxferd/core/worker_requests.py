@@ -26,7 +26,7 @@ from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import SessionId, Ticket, TransferId
 from kvxferd.layout import BlocksByGroup
-from kvxferd.plan import check_blocks_by
+from kvxferd.plan import check_blocks
 from kvxferd.wire.codec import negotiate_version
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.endpoint import parse_endpoint
@@ -155,7 +155,7 @@ class WorkerRequests:
         if not 0 < message.deadline_s <= MAX_PULL_S:
             raise EngineError(f"{what}: a deadline of {message.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")
         ref = self._parse_ref(message.ref)
-        check_blocks_by(rank.rules, blocks, message.num_tokens)
+        check_blocks(rank.rules, blocks, message.num_tokens)
         self._pulls.source_breaker.check(rank.uid, ref, what)
         self._pulls.check_room(rank, blocks, what.removeprefix("cannot "))
         return ref

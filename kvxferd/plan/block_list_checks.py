@@ -87,7 +87,7 @@ BlockRules = tuple[GroupRule, ...]  # one for each group; ranks with equal ones 
 
 
 def block_rules(layout: RankLayout) -> BlockRules:
-    """Return what `check_blocks_by` needs of a layout. Computed once, because it reads every tensor."""
+    """Return what `check_blocks` needs of a layout. Computed once, because it reads every tensor."""
     granules: dict[GroupName, set[int]] = {group.name: set() for group in layout.groups}
     for tensor in layout.tensors:
         granules[tensor.group].add(tensor.granule_tokens)
@@ -108,22 +108,17 @@ def _with_first_shard(rule: GroupRule) -> GroupRule:
     return rule._replace(side=msgspec.structs.replace(rule.side, shard=first))
 
 
-def check_blocks(layout: RankLayout, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> None:
-    """Raise EngineError (blocks-invalid) unless `blocks` can hold a request of `num_tokens` on this rank.
-
-    Every group of the layout must be listed. An empty list is legal: nothing of the group is
-    published, or all of it is there already. In a state group only the last id counts.
-    """
-    check_blocks_by(block_rules(layout), blocks, num_tokens)
-
-
-def check_blocks_by(
+def check_blocks(
     rules: BlockRules,
     blocks: Mapping[GroupName, PackedBlocks],
     num_tokens: int,
     whose: str = "this rank's",
 ) -> None:
-    """Check like `check_blocks`, for a layout with these rules; for an engine, every rule of each group."""
+    """Raise EngineError (blocks-invalid) unless `blocks` can hold a request of `num_tokens` by these rules.
+
+    Every group must be listed. An empty list is legal: nothing of the group is published, or all of it is
+    there already. In a state group only the last id counts. Of an engine, every rule of each group holds.
+    """
     if num_tokens < 1:
         raise blocks_invalid(f"cannot use num_tokens {num_tokens}: a request has at least 1 token")
     groups = {rule.side.group for rule in rules}

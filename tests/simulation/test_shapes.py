@@ -24,7 +24,6 @@ from kvxferd.plan import (
     SourceLists,
     block_rules,
     check_blocks,
-    check_blocks_by,
     check_engine,
     check_open_blocks,
     check_request,
@@ -157,10 +156,10 @@ def test_groups_that_overlay_one_another_share_no_byte_of_two_block_ids() -> Non
 def test_daemons_take_the_lists_of_publishes_and_pulls() -> None:
     for pull in draw_pulls():
         published, num_tokens = pack(pull.published), pull.num_tokens
-        check_blocks_by(rules_of(pull.source), published, num_tokens)
+        check_blocks(rules_of(pull.source), published, num_tokens)
         for shape in pull.sink.ranks.values():
             own = pack(own_lists(shape.layout, pull.pulled))
-            check_blocks(shape.layout, own, num_tokens)
+            check_blocks(block_rules(shape.layout), own, num_tokens)
             plan = make_plan(
                 shape.spec, shape.layout, pull.source.ranks[Rank(0, 0)].spec, pull.source.layouts
             )

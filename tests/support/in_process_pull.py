@@ -13,7 +13,7 @@ from kvxferd.ids import Rank, RegionId
 from kvxferd.integrations.vllm.layout.derivation import DerivedCaches
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.validate import validate_layout
-from kvxferd.plan import Expander, check_blocks, check_request, make_plan
+from kvxferd.plan import Expander, block_rules, check_blocks, check_request, make_plan
 
 
 def addresses(derived: DerivedCaches) -> dict[RegionId, int]:
@@ -34,9 +34,9 @@ def move(
     """Read what was published into one rank's blocks, as a daemon and its mover do. Returns the runs."""
     mine, theirs = pack_blocks(into, None, "pull"), pack_blocks(published, None, "publish")
     validate_layout(spec, own.layout)
-    check_blocks(own.layout, mine, num_tokens)
+    check_blocks(block_rules(own.layout), mine, num_tokens)
     for derived in source.values():
-        check_blocks(derived.layout, theirs, num_tokens)
+        check_blocks(block_rules(derived.layout), theirs, num_tokens)
     plan = make_plan(spec, own.layout, source_spec, {rank: d.layout for rank, d in source.items()})
     check_request(plan, mine, theirs, num_tokens)
     bases = {rank: addresses(derived) for rank, derived in source.items()}

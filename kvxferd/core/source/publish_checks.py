@@ -15,7 +15,7 @@ from kvxferd.core.source.transfer_table import EndedTransfers, TransferTable
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineKey, Incarnation, Rank, SessionId
 from kvxferd.layout import BlocksByGroup
-from kvxferd.plan import check_blocks_by, check_open_blocks
+from kvxferd.plan import check_blocks, check_open_blocks
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.worker import Publish
 
@@ -72,7 +72,7 @@ class PublishChecks:
                 Code.ENGINE_INCOMPLETE,
             )
         if message.ready_tokens == -1:
-            check_blocks_by(engine.rules, blocks, message.num_tokens, "the engine's")
+            check_blocks(engine.rules, blocks, message.num_tokens, "the engine's")
             return
         nobody_extends = rank is None and engine.spec.publish_implies_ready
         if nobody_extends or not 0 <= message.ready_tokens <= message.num_tokens:

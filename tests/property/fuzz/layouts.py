@@ -24,6 +24,7 @@ from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import (
     Expander,
     TransferTopology,
+    block_rules,
     check_blocks,
     check_engine,
     check_request,
@@ -113,9 +114,9 @@ def _use(draw: Draw, mine: tuple[EngineSpec, RankLayout], theirs: list[tuple[Eng
     local_blocks = {group.name: _blocks(draw, group, num_tokens) for group in mine[1].groups}
     first = theirs[0][1]
     remote_blocks = {group.name: _blocks(draw, group, num_tokens) for group in first.groups}
-    check_blocks(mine[1], local_blocks, num_tokens)
+    check_blocks(block_rules(mine[1]), local_blocks, num_tokens)
     if draw.below(2):
-        check_blocks(first, remote_blocks, num_tokens)  # a hostile source does not
+        check_blocks(block_rules(first), remote_blocks, num_tokens)  # a hostile source does not
     check_request(plan, local_blocks, remote_blocks, num_tokens)
     return _expand(Expander(decode_plan(encode_plan(plan))), mine[1], remote, local_blocks, remote_blocks)
 

@@ -12,7 +12,16 @@ from kvxferd.errors import PlanError
 from kvxferd.ids import GroupName, Rank
 from kvxferd.layout import PackedBlocks
 from kvxferd.layout.validate import validate_layout
-from kvxferd.plan import Expander, Runs, check_blocks, check_request, decode_plan, encode_plan, make_plan
+from kvxferd.plan import (
+    Expander,
+    Runs,
+    block_rules,
+    check_blocks,
+    check_request,
+    decode_plan,
+    encode_plan,
+    make_plan,
+)
 from tests.support import brute_force
 from tests.support.layout_strategies import Engine, Model, engines, lacks_tokens, lists, models, required_from
 
@@ -36,9 +45,9 @@ def pull(
     spec, layout = sink.spec_of(rank), sink.ranks[rank]
     plan = make_plan(spec, layout, source.spec, source.ranks)
     assert decode_plan(encode_plan(plan)) == plan
-    check_blocks(layout, mine, num_tokens)
+    check_blocks(block_rules(layout), mine, num_tokens)
     for other in source.ranks.values():
-        check_blocks(other, theirs, num_tokens)
+        check_blocks(block_rules(other), theirs, num_tokens)
     check_request(plan, mine, theirs, num_tokens)
     at = {r: brute_force.bases(source.ranks[r], i + 1) for i, r in enumerate(sorted(source.ranks))}
     runs = Expander(plan).expand(mine, theirs, num_tokens, brute_force.bases(layout, 0), at)

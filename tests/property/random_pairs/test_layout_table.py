@@ -6,7 +6,7 @@ import pytest
 
 from kvxferd.ids import Rank
 from kvxferd.layout.presets.deploy import Ranks
-from kvxferd.plan import check_blocks
+from kvxferd.plan import block_rules, check_blocks
 from tests.support.checked_pull import transfer
 from tests.support.layout_table import DENSE, NUM_TOKENS, TABLE, engine, lists
 from tests.support.mover_pair import Movers
@@ -21,7 +21,7 @@ def read_all(movers: Movers, sink: Ranks, source: Ranks, first_token: int = 0) -
     moved = 0
     for spec, layout in sink.values():
         own = {group.name: mine[group.name] for group in layout.groups}
-        check_blocks(layout, own, NUM_TOKENS)
+        check_blocks(block_rules(layout), own, NUM_TOKENS)
         moved += transfer(
             movers,
             spec,

@@ -10,10 +10,10 @@ import pytest
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import GroupName, Rank
 from kvxferd.layout import EngineSpec, Group, GroupKind, PackedBlocks, RankLayout, TokenShard, pack_ids
-from kvxferd.plan import block_list_checks, check_blocks, check_request
+from kvxferd.plan import block_list_checks, check_request
 from kvxferd.plan.block_list_checks import (
     block_rules,
-    check_blocks_by,
+    check_blocks,
     check_open_blocks,
     engine_rules,
     has_all_blocks,
@@ -64,7 +64,7 @@ def test_unusable_lists_are_refused(
 ) -> None:
     """Each names the group and the numbers."""
     with pytest.raises(EngineError) as caught:
-        check_blocks(PLAIN, listed, num_tokens)
+        check_blocks(block_rules(PLAIN), listed, num_tokens)
     assert caught.value.code is Code.BLOCKS_INVALID
     assert [word for word in words if word not in caught.value.message] == []
 
@@ -73,15 +73,17 @@ def test_a_list_begins_where_an_item_and_a_turn_over_the_shards_do() -> None:
     """Scales of 4 tokens each. Over 3 shards a block of 4 tokens stands for 12."""
     tensors = tuple(msgspec.structs.replace(t, granule_tokens=4) for t in PLAIN.tensors)
     with pytest.raises(EngineError, match="no multiple of its granule, 4 tokens"):
-        check_blocks(msgspec.structs.replace(PLAIN, tensors=tensors), blocks([0], first_token=6), 8)
+        check_blocks(
+            block_rules(msgspec.structs.replace(PLAIN, tensors=tensors)), blocks([0], first_token=6), 8
+        )
     sharded = with_group(PLAIN, token_shard=TokenShard(3, 1, 2))
-    check_blocks(sharded, blocks([0, 1]), 13)
+    check_blocks(block_rules(sharded), blocks([0, 1]), 13)
     with pytest.raises(EngineError, match="take 2"):
-        check_blocks(sharded, blocks([0]), 13)
+        check_blocks(block_rules(sharded), blocks([0]), 13)
     with pytest.raises(
         EngineError, match="first_token 8 is no multiple of its turn over the token shards, 6"
     ):
-        check_blocks(sharded, blocks([0], first_token=8), 13)
+        check_blocks(block_rules(sharded), blocks([0], first_token=8), 13)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +150,10 @@ def test_a_long_list_is_scanned_once_for_all_ranks_that_differ(scans: list[int])
     rules = engine_rules(map(block_rules, sizes))
     assert len(rules) == 64
     long = blocks(range(100))
-    check_blocks_by(rules, long, 400)
+    check_blocks(rules, long, 400)
     assert len(scans) == 2  # for the extremes, and for what is listed twice
     with pytest.raises(EngineError, match="its ids are 0 to 127"):
-        check_blocks_by(rules, blocks([*range(99), 130]), 400)
+        check_blocks(rules, blocks([*range(99), 130]), 400)
     del scans[:]
     check_open_blocks(rules, long, 400)
     assert has_all_blocks(rules, long, 400)
@@ -188,12 +190,12 @@ def test_a_state_stands_where_the_request_ends() -> None:
     both: dict[Rank, tuple[EngineSpec, RankLayout]] = {Rank(0, 0): (spec(), layout)}
     plan = plan_between(both, both)
     for own in (lists([0, 0, 3]), lists([])):
-        check_blocks(layout, own, 8)
+        check_blocks(block_rules(layout), own, 8)
         check_request(plan, own, own, 8)
     with pytest.raises(EngineError, match="stands at token 4, and the request has 8 tokens"):
-        check_blocks(layout, lists([3], 4), 8)
+        check_blocks(block_rules(layout), lists([3], 4), 8)
     with pytest.raises(EngineError, match="block 4 of group 'state'"):
-        check_blocks(layout, lists([4]), 8)
+        check_blocks(block_rules(layout), lists([4]), 8)
     for theirs in (lists([3], 4), lists([])):
         with pytest.raises(PlanError, match="state at token 8 is needed") as caught:
             check_request(plan, lists([3]), theirs, 8)
