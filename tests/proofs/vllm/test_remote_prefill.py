@@ -75,14 +75,6 @@ def test_a_conversation_goes_on(llama: Llama, new_prompt: NewPrompt) -> None:
         said = [*said, *reply, *new_prompt(25)]
 
 
-def test_eight_requests_at_once(llama: Llama, new_prompt: NewPrompt) -> None:
-    prompts = [new_prompt(length) for length in (40, 700, 33, 200, 1200, 64, 96, 350)]
-    right = [llama.right_tokens(prompt, 30) for prompt in prompts]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        requested = [pool.submit(through, llama.prefill, llama.decode, p, 30) for p in prompts]
-    assert [a.result().tokens for a in requested] == right
-
-
 def test_eight_requests_through_a_router_half_of_them_streamed(
     llama: Llama, new_prompt: NewPrompt, router: RouterProcess
 ) -> None:
