@@ -193,24 +193,11 @@ class FrameSocket:
             self._unclaimed_fds.difference_update(frame.fds)
         return frames
 
-    def handle_frames(self, handle: Callable[[Frame], None], max_frames: int = 1 << 30) -> int | None:
-        """Call `handle` for each frame that `receive` returns; return how many there were, None at the end.
-
-        `handle` owns the descriptors of its frame. Raises ProtocolError, and what `handle` raises; then the
-        descriptors of the frames behind are closed.
-        """
-        frames = self.receive(max_frames=max_frames)
-        waiting = iter(frames or ())
-        try:
-            for frame in waiting:
-                handle(frame)
-        finally:
-            for frame in waiting:
-                close_fds(frame.fds)
-        return None if frames is None else len(frames)
-
-    def handle_some(
-        self, handle: Callable[[Frame], None], max_frames: int, is_over: Callable[[], bool]
+    def handle_frames(
+        self,
+        handle: Callable[[Frame], None],
+        max_frames: int = 1 << 30,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> int | None:
         """Read once, and call `handle` for one frame after the other, until `is_over`; None at the end.
 

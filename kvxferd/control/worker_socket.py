@@ -20,17 +20,16 @@ from kvxferd.config import LimitsConfig, WorkerConfig
 from kvxferd.control.fd_budget import max_memory_fds_of
 from kvxferd.control.session_fds import SessionFds
 from kvxferd.control.turns import MESSAGES_PER_TURN, Turns
-from kvxferd.control.worker_access import may_connect, rejection
 from kvxferd.control.worker_connection import WorkerConnection
 from kvxferd.core.events import Event, WorkerConnected, WorkerDisconnected, WorkerMessage
 from kvxferd.core.limits.ledger import FairShare, Share
 from kvxferd.core.limits.table import SESSIONS
-from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError, count_busy_refusal
+from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.frame_socket import close_fds, new_read_buffer
 from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import SessionId
 from kvxferd.memory.fence import FencePage
-from kvxferd.unix_socket import bind_unix_socket, credentials_of, open_exit_fds
+from kvxferd.unix_socket import Credentials, bind_unix_socket, credentials_of, is_own_uid, open_exit_fds
 from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first_frame, encode
 from kvxferd.wire.common import FdBatch, Message
 from kvxferd.wire.framing import Frame
@@ -128,8 +127,7 @@ class WorkerSocket:
         )
         # No message is larger than the largest registration: block ids come in parts of half that size.
         stream.limit_frames(MAX_REGISTER_BYTES, MAX_FDS_PER_FRAME)
-        farewell = rejection(self._config, credentials, self._sessions)
-        if farewell is not None:
+        if (farewell := self._rejection(credentials)) is not None:
             stream.send(encode(farewell))
             stream.close()
             return
@@ -148,13 +146,35 @@ class WorkerSocket:
         if alive < 0:
             asyncio.get_running_loop().add_reader(death, self._on_worker_exit, connection)
 
+    def _may_connect(self, credentials: Credentials) -> bool:
+        """Whether the process's user or group is allowed."""
+        uids, gids = self._config.allowed_uids, self._config.allowed_gids
+        if not uids and not gids:
+            return True  # the file's mode has decided
+        return is_own_uid(credentials.uid) or credentials.uid in uids or credentials.gid in gids
+
+    def _rejection(self, credentials: Credentials) -> Farewell | None:
+        """Return the message to a process that may not register; None if it may."""
+        uid = credentials.uid
+        if not self._may_connect(credentials):
+            text = (
+                f"cannot use this socket as uid {uid}, gid {credentials.gid}: "
+                "add one of them to worker.allowed_uids or worker.allowed_gids"
+            )
+            return Farewell(code=Code.NOT_ALLOWED, message=text)
+        try:
+            self._sessions.check(uid, 1, "take another connection")
+        except BusyError as error:
+            return Farewell(code=error.code, message=error.message)
+        return None
+
     def set_allowed(self, config: WorkerConfig) -> int:
         """Admit these users from now on, and close the sessions of others; return how many were closed."""
         self._config = config
         others = [
             c
             for c in self._connections.values()
-            if not (c.is_closing or c.is_ended or may_connect(config, c.credentials))
+            if not (c.is_closing or c.is_ended or self._may_connect(c.credentials))
         ]
         for connection in others:
             text = f"cannot go on as uid {connection.credentials.uid}: its user is no longer allowed"
@@ -193,7 +213,7 @@ class WorkerSocket:
 
     def _handle_some(self, connection: WorkerConnection) -> int | None:
         """Handle frames for one turn; return how many, None at the end. Raises ProtocolError."""
-        return connection.stream.handle_some(
+        return connection.stream.handle_frames(
             lambda frame: self._handle_frame(connection, frame), MESSAGES_PER_TURN, self._turns.is_over
         )
 

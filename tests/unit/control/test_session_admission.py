@@ -241,7 +241,7 @@ def test_a_turn_takes_so_many_frames_and_the_next_goes_on(pair: tuple[socket.soc
     taken, turns = list[int](), 0
     while len(taken) < NUM:
         before = len(taken)
-        link.handle_some(
+        link.handle_frames(
             lambda frame: taken.append(int.from_bytes(frame.payload, "little")), MESSAGES_PER_TURN, not_over
         )
         turns += 1
@@ -255,7 +255,7 @@ def test_one_that_takes_long_ends_the_turn(pair: tuple[socket.socket, FrameSocke
     theirs, link = pair
     theirs.sendall(encode_frame(b"a") + encode_frame(b"b"))
     taken = list[Frame]()
-    assert link.handle_some(taken.append, MESSAGES_PER_TURN, lambda: True) == 1
+    assert link.handle_frames(taken.append, MESSAGES_PER_TURN, lambda: True) == 1
     assert [frame.payload for frame in taken] == [b"a"]
     assert link.has_buffered_frames
 
@@ -271,7 +271,7 @@ def test_frames_that_nobody_takes_are_closed(pair: tuple[socket.socket, FrameSoc
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        link.handle_some(stop_at, MESSAGES_PER_TURN, not_over)
+        link.handle_frames(stop_at, MESSAGES_PER_TURN, not_over)
     link.close()
     assert os.read(read, 1) == b"", "the writing end is open"
     os.close(read)
