@@ -18,6 +18,7 @@ import structlog
 
 from kvxferd.control.fair_thread import FairThread
 from kvxferd.core.events import CheckedLayout, Event, LayoutsChecked, PeerReply, PeerRequest, Tick
+from kvxferd.core.limits.ledger import FairShare
 from kvxferd.core.peers.manifest_checks import LayoutCache, checked_layouts
 from kvxferd.errors import Code, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.ids import Endpoint
@@ -41,8 +42,7 @@ MAX_INLINE_BYTES = 1 << 20
 # refused earlier.
 _MANIFEST_REPLY_PREFIX = b"\xa1t" + msgspec.msgpack.encode(ManifestReply.__name__)
 # Waiting behind a manifest that is being checked. The rest is dropped, and sent again by the peer.
-MAX_DEFERRED_BYTES = 16 << 20
-MAX_TOTAL_DEFERRED_BYTES = 128 << 20
+MAX_DEFERRED_BYTES = 128 << 20
 # A heartbeat repeats its rank's manifest every three seconds: 8 MiB are 50 ranks of the largest models known.
 # As objects they take ten times that, and share it with the node's own records.
 MAX_CACHED_BYTES = 8 << 20
@@ -82,7 +82,6 @@ class _Deferred:
 
     is_busy: bool = False
     payloads: deque[bytes] = field(default_factory=deque)
-    num_bytes: int = 0
 
 
 class PeerInbox:
@@ -105,7 +104,7 @@ class PeerInbox:
         self._thread = FairThread("manifests")
         self._layouts = LayoutCache()  # used by the thread alone
         self._deferred: dict[Sender, _Deferred] = {}
-        self._num_deferred_bytes = 0
+        self._deferred_bytes = FairShare(MAX_DEFERRED_BYTES)  # by peer
         self._manifest_cache: OrderedDict[bytes, tuple[RankManifest, int]] = OrderedDict()
         self._num_cached_bytes = 0
 
@@ -120,16 +119,11 @@ class PeerInbox:
         if held is None:
             self._decode(sender, payload)
             return
-        if (
-            held.num_bytes + len(payload) > MAX_DEFERRED_BYTES
-            or self._num_deferred_bytes + len(payload) > MAX_TOTAL_DEFERRED_BYTES
-        ):
+        if not self._deferred_bytes.acquire(sender.peer, len(payload)):
             count_busy_refusal()
-            self._log_refused(sender, Code.BUSY, "too much waits behind a manifest of its connection")
+            self._log_refused(sender, Code.BUSY, "too much of it waits behind manifests")
             return
         held.payloads.append(payload)
-        held.num_bytes += len(payload)
-        self._num_deferred_bytes += len(payload)
 
     # --- decoding
 
@@ -284,8 +278,7 @@ class PeerInbox:
             del self._deferred[sender]
             return
         payload = held.payloads.popleft()
-        held.num_bytes -= len(payload)
-        self._num_deferred_bytes -= len(payload)
+        self._deferred_bytes.release(sender.peer, len(payload))
         try:
             if self._is_admitted(sender):
                 self._decode(sender, payload)

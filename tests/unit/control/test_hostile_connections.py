@@ -494,7 +494,7 @@ async def route_of(node: Node, dealer: zmq.asyncio.Socket) -> bytes:
 
 
 def small_limits(node: Node, limit: int) -> UnreadReplies:
-    unread = node.socket._unread_replies = UnreadReplies(limit, 2 * limit)
+    unread = node.socket._unread_replies = UnreadReplies(limit)
     return unread
 
 

@@ -130,7 +130,7 @@ async def test_what_has_waited_is_not_taken_from_a_key_that_was_removed_meanwhil
     assert harness.received.empty()
     assert not harness.answered
     assert MEMBER not in harness.inbox._deferred
-    assert harness.inbox._num_deferred_bytes == 0
+    assert harness.inbox._deferred_bytes.held == 0
 
 
 async def test_large_ranks_of_one_peer_keep_no_other_waiting(harness):
@@ -144,19 +144,19 @@ async def test_large_ranks_of_one_peer_keep_no_other_waiting(harness):
     assert kinds.count(ev.LayoutsChecked) == 8
 
 
-async def test_what_waits_behind_a_manifest_has_a_limit(harness, monkeypatch):
-    monkeypatch.setattr(peer_inbox, "MAX_DEFERRED_BYTES", 4096)
+async def test_what_waits_behind_a_manifest_has_a_limit(harness):
+    harness.inbox._deferred_bytes.limit = 4096
     harness.inbox.handle(MEMBER, encode(join()))
     for _ in range(1000):
         harness.inbox.handle(MEMBER, encode(REQUEST))
-        assert harness.inbox._num_deferred_bytes <= 4096
-    assert harness.inbox._num_deferred_bytes > 3000
+        assert harness.inbox._deferred_bytes.held <= 4096
+    assert harness.inbox._deferred_bytes.held > 3000
     harness.inbox.handle(OTHER, encode(REQUEST))
     assert (await harness.next()).message == REQUEST
     harness.going_on.set()
     assert isinstance(await harness.next(), ev.LayoutsChecked)
     assert isinstance((await harness.next()).message, JoinRank)
-    while harness.inbox._num_deferred_bytes:
+    while harness.inbox._deferred_bytes.held:
         assert (await harness.next()).message == REQUEST
 
 
