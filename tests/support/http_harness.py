@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 
 from kvxferd.config import Config, load_config
+from kvxferd.control.fd_budget import MAX_HTTP_CONNECTIONS
 from kvxferd.control.http_server import HttpServer
 from kvxferd.telemetry.metrics import Metrics
 from tests.support.node_samples import StillNode
@@ -20,9 +21,11 @@ def config_in(run_dir: Path, bind: str = "127.0.0.1:0") -> Config:
 
 
 @asynccontextmanager
-async def serving(config: Config, node: StillNode) -> AsyncIterator[HttpServer]:
+async def serving(
+    config: Config, node: StillNode, max_connections: int = MAX_HTTP_CONNECTIONS
+) -> AsyncIterator[HttpServer]:
     """A server, stopped at the end."""
-    server = HttpServer(config, node, Metrics(node.snapshot))
+    server = HttpServer(config, node, Metrics(node.snapshot), max_connections)
     await server.start()
     try:
         yield server

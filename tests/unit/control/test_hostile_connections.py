@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import socket
@@ -213,6 +214,21 @@ async def test_a_number_that_is_no_connection_by_now_costs_no_descriptor(node, t
         assert os.listdir("/proc/self/fd") == before
 
 
+async def test_who_comes_while_no_descriptor_is_free_is_watched_once_one_is(node, context, monkeypatch):
+    guard, dup, is_free = node.socket._guard, os.dup, False
+
+    def dup_if_free(fd: int) -> int:
+        if not is_free:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return dup(fd)
+
+    monkeypatch.setattr(os, "dup", dup_if_free)
+    with tcp_to(node, NULL):
+        await until(lambda: guard._untracked, "it is not kept in mind")
+        is_free = True
+        await until(lambda: guard._connections and not guard._untracked, "it is never looked at")
+
+
 # --- who sends
 
 
@@ -304,6 +320,7 @@ async def test_a_message_without_end_is_not_kept(node, context):
     """libzmq bounds its parts, not their number: it would keep them until the daemon has no memory left."""
     honest = dealer_to(context, node)
     with await speaking(node, {b"Socket-Type": b"DEALER"}, b"") as greedy:
+        await until(lambda: node.socket._guard._next_check_ms() is None, "it looks though nothing comes")
         flood = asyncio.create_task(send_for_ever(greedy, part_of(b"") * 7_000))
         try:
             await asyncio.wait_for(until_closed(greedy), 20)

@@ -7,37 +7,25 @@ import os
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from kvxferd.config import Config, LimitsConfig
+from kvxferd.config import LimitsConfig
 from kvxferd.control import fd_budget, http_connections, response_cache
 from kvxferd.control.fd_budget import fd_warnings, max_http_connections, max_memory_fds_of
 from kvxferd.control.http_rate_limit import HttpRateLimiter
 from kvxferd.control.http_server import HttpServer
 from kvxferd.records import NodeSnapshot
-from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.warnings import NodeWarning
-from tests.support.http_harness import config_in, over_tcp, over_unix
+from tests.support.http_harness import config_in, over_tcp, over_unix, serving
 from tests.support.node_samples import StillNode, node_warning
 from tests.support.other_user import NOBODY, needs_root, open_directory
 
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 UNFINISHED = b"GET /healthz HTTP/1.1\r\nHost: "
-
-
-@asynccontextmanager
-async def serving(config: Config, node: StillNode, max_connections: int = 16) -> AsyncIterator[HttpServer]:
-    server = HttpServer(config, node, Metrics(node.snapshot), max_connections)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
 
 
 async def open_tcp(server: HttpServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -50,7 +38,7 @@ async def status_of(reader: asyncio.StreamReader) -> int:
 
 
 async def test_more_unfinished_requests_than_there_is_room_for_keep_nobody_out(tmp_path: Path) -> None:
-    async with serving(config_in(tmp_path), StillNode()) as server:
+    async with serving(config_in(tmp_path), StillNode(), 16) as server:
         held = [await open_tcp(server) for _ in range(40)]
         for _, writer in held:
             writer.write(UNFINISHED)
@@ -88,7 +76,7 @@ async def test_a_client_elsewhere_keeps_its_place_while_another_opens_without_en
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_connections, "source_of", str)  # loopback has no two sources
-    async with serving(config_in(tmp_path, bind="0.0.0.0:0"), StillNode()) as server:
+    async with serving(config_in(tmp_path, bind="0.0.0.0:0"), StillNode(), 16) as server:
         port = server.tcp_address[1]
         reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
@@ -103,7 +91,7 @@ async def test_a_client_elsewhere_keeps_its_place_while_another_opens_without_en
 async def test_users_who_fill_the_control_socket_keep_root_not_out() -> None:
     with open_directory() as directory, ExitStack() as closing:
         config = config_in(directory)
-        async with serving(config, StillNode()):
+        async with serving(config, StillNode(), 16):
             os.chmod(config.control.socket, 0o666)
             os.seteuid(NOBODY)
             try:
