@@ -99,32 +99,6 @@ async def test_no_lever_is_there_over_tcp(tmp_path: Path, route) -> None:
         assert (refused.status, (await refused.json())["error"]["code"]) == (403, "not-allowed")
 
 
-@pytest.mark.parametrize(
-    "request_line",
-    [
-        b"PUT /v1/drain",
-        b"GET /v1/drain",
-        b"POST //v1/drain",
-        b"POST /v1/%64rain",
-        b"POST /healthz/../v1/drain",
-        b"POST /v1/drain?transfer_id=t1",
-    ],
-)
-async def test_no_disguise_of_a_lever_is_taken_over_tcp(tmp_path: Path, request_line: bytes) -> None:
-    node = StillNode()
-    async with serving(config_in(tmp_path), node) as server:
-        assert server.tcp_address is not None
-        reader, writer = await asyncio.open_connection(*server.tcp_address[:2])
-        writer.write(
-            request_line
-            + b" HTTP/1.1\r\nHost: localhost\r\nX-HTTP-Method-Override: POST\r\nContent-Length: 0\r\n\r\n"
-        )
-        status = int((await asyncio.wait_for(reader.readline(), 10)).split()[1])
-        writer.close()
-    assert status in (400, 403, 404, 405)
-    assert not node.draining
-
-
 @pytest.mark.process
 @needs_root
 @pytest.mark.parametrize(

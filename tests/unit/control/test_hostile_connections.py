@@ -232,12 +232,6 @@ async def test_who_comes_while_no_descriptor_is_free_is_watched_once_one_is(node
 # --- who sends
 
 
-async def test_a_message_comes_with_the_key_that_was_proved(keyed, context):
-    honest = dealer_to(context, keyed)
-    await honest.send(encode(REQUEST))
-    assert (await keyed.next()).key == keyed.key.public
-
-
 def command(name: bytes, properties: dict[bytes, bytes]) -> bytes:
     body = bytes([len(name)]) + name
     for key, value in properties.items():
@@ -391,27 +385,6 @@ async def test_who_names_its_own_connection_is_not_listened_to(node):
     assert unread.claim_route(b"\0abcd", "a")
     assert not unread.claim_route(b"\0abcd", "b")
     assert unread.claim_route(b"\0abcd", "a")
-
-
-async def test_a_name_that_is_no_text_stops_nobody_elses_messages(node, context):
-    """libzmq's descriptor announces an arrival once: who ends the reading early leaves the rest unread."""
-    honest, hostile = dealer_to(context, node), context.socket(zmq.DEALER)
-    hostile.setsockopt(zmq.ROUTING_ID, b"\xff\xfe\xfd")
-    await honest.send(encode(REQUEST))
-    await node.next()
-    hostile.connect(node.socket.bound_endpoint)
-    for _ in range(20):
-        for _ in range(30):
-            await hostile.send(encode(REQUEST))
-        await honest.send(encode(REQUEST))
-    for _ in range(20):
-        event = await node.next()
-        assert event.route != b"\xff\xfe\xfd"
-    node.socket.reply(event.route, RequestDone(request=9))
-    assert PEER_MESSAGES.decode(await asyncio.wait_for(honest.recv(), 10)) == RequestDone(request=9)
-    refused = PEER_MESSAGES.decode(await asyncio.wait_for(hostile.recv(), 10))
-    assert (refused.code, "chose the name" in refused.message) == (Code.BAD_FRAME, True)
-    assert node.received.empty()
 
 
 async def test_a_message_that_cannot_be_taken_keeps_no_other_unread(node, context, monkeypatch):

@@ -86,23 +86,21 @@ async def test_a_join_is_checked_at_the_present_time(harness):
     assert harness.num_ticks == 1
 
 
-async def test_what_waits_is_taken_where_the_manifest_could_not_be(harness):
-    harness.is_defect = lambda event: isinstance(event, ev.LayoutsChecked)
-    harness.inbox.handle(MEMBER, encode(join()))
-    harness.inbox.handle(MEMBER, encode(REQUEST))
-    harness.going_on.set()
-    assert (await harness.next()).message == REQUEST
+@pytest.mark.parametrize("defect", ["of the manifest", "of what waits first"])
+async def test_what_waits_is_taken_where_what_came_before_could_not_be(harness, defect):
+    def is_defect(event: ev.Event) -> bool:
+        if defect == "of the manifest":
+            return isinstance(event, ev.LayoutsChecked)
+        return isinstance(event, ev.PeerRequest) and event.message == REQUEST
 
-
-async def test_what_waits_is_taken_where_one_before_it_could_not_be(harness):
-    harness.is_defect = lambda event: isinstance(event, ev.PeerRequest) and event.message == REQUEST
+    harness.is_defect = is_defect
     harness.inbox.handle(MEMBER, encode(join()))
-    harness.inbox.handle(MEMBER, encode(REQUEST))
-    harness.inbox.handle(MEMBER, encode(REQUEST))
+    last = msgspec.structs.replace(REQUEST, request=2)
+    for request in (REQUEST, last):
+        harness.inbox.handle(MEMBER, encode(request))
     harness.going_on.set()
-    assert isinstance(await harness.next(), ev.LayoutsChecked)
-    assert isinstance((await harness.next()).message, JoinRank)
-    assert (await harness.next()).message == REQUEST
+    received = [await harness.next() for _ in range(2 if defect == "of the manifest" else 3)]
+    assert received[-1].message == last
 
 
 async def test_a_connection_waits_for_no_work_that_could_not_be_given(harness, monkeypatch):

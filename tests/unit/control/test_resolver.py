@@ -140,27 +140,6 @@ def test_the_systems_own():
     assert not is_numeric("localhost")
 
 
-async def test_peers_are_reached_while_a_name_waits_for_its_server(servers):
-    """libzmq asked in its only thread, and spoke with nobody until it had an answer."""
-    received = Messages()
-    peers = PeerSocket("tcp://127.0.0.1:0", received.put, NoChecks, resolver=Resolver(servers, give_up_s=5.0))
-    peers.start()
-    try:
-        port = peers.bound_endpoint.rpartition(":")[2]
-        peers.send(Endpoint("tcp://silent:9441"), REQUEST)
-        peers.send(Endpoint(peers.bound_endpoint), REQUEST)
-        assert (await asyncio.wait_for(received.next(), 20)).message == REQUEST
-        peers.send(Endpoint(f"tcp://peer:{port}"), REQUEST)
-        assert (await asyncio.wait_for(received.next(), 20)).message == REQUEST
-        servers.released.set()
-        unreachable = await asyncio.wait_for(received.next(), 20)
-        assert isinstance(unreachable, ev.PeerUnreachable)
-        assert unreachable.endpoint == "tcp://silent:9441"
-        assert "check the name" in unreachable.reason
-    finally:
-        peers.stop()
-
-
 async def test_a_peer_that_is_forgotten_while_it_is_looked_up_is_not_connected(servers):
     received = Messages()
     peers = PeerSocket("tcp://127.0.0.1:0", received.put, NoChecks, resolver=Resolver(servers))

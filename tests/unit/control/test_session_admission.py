@@ -17,7 +17,7 @@ from kvxferd.errors import Code
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import FdBatch
+from kvxferd.wire.common import FdBatch, Message
 from kvxferd.wire.framing import HEADER, Frame, encode_frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
 from tests.support.open_fds import num_open_fds
@@ -47,18 +47,22 @@ async def test_hello_leaves_no_descriptor_behind(socket_: Listening) -> None:
     assert num_open_fds() - before == 8 * 3
 
 
-async def test_no_descriptors_come_before_a_registration(socket_: Listening, memory: SealedMemory) -> None:
+@pytest.mark.parametrize(
+    ("message", "num_fds", "code"),
+    [
+        (FdBatch(first=0), 1, Code.OUT_OF_PLACE),  # before the registration
+        (wk.Hello(versions=wk.WORKER_VERSIONS, client="x"), 1, Code.BAD_FRAME),
+        (register(), 0, Code.BAD_FRAME),  # without a socket for deliveries
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_descriptors_that_do_not_go_with_a_message_end_the_session(
+    socket_: Listening, memory: SealedMemory, message: Message, num_fds: int, code: Code
+) -> None:
     connection = await socket_.session()
     await socket_.said(wk.Hello)
-    await socket_.say(connection, FdBatch(first=0), memory.fd)
-    assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE
-
-
-async def test_hello_carries_no_descriptors(socket_: Listening, memory: SealedMemory) -> None:
-    connection = await socket_.session()
-    await socket_.said(wk.Hello)
-    await socket_.say(connection, wk.Hello(versions=wk.WORKER_VERSIONS, client="x"), memory.fd)
-    assert (await socket_.farewell(connection)).code is Code.BAD_FRAME
+    await socket_.say(connection, message, *[memory.fd] * num_fds)
+    assert (await socket_.farewell(connection)).code is code
 
 
 async def test_a_hello_that_shares_no_version_is_refused(socket_: Listening) -> None:
@@ -70,13 +74,6 @@ async def test_a_hello_that_shares_no_version_is_refused(socket_: Listening) -> 
     refused = await socket_.farewell(connection)
     assert refused.code is Code.BAD_VERSION
     assert f"version 7 to 9: this one speaks {wk.WORKER_VERSIONS}; upgrade the older" in refused.message
-
-
-async def test_a_registration_without_a_socket_for_deliveries_is_refused(socket_: Listening) -> None:
-    connection = await socket_.session()
-    await socket_.said(wk.Hello)
-    await socket_.say(connection, register())
-    assert (await socket_.farewell(connection)).code is Code.BAD_FRAME
 
 
 async def test_what_a_refused_registration_brought_is_closed(

@@ -11,7 +11,6 @@ import pytest
 
 from kvxferd.config import WorkerConfig
 from kvxferd.control.peer_socket import PeerSocket
-from kvxferd.control.watched_socket import WatchedSocket
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
@@ -42,29 +41,6 @@ async def test_an_endpoint_that_libzmq_refuses_is_unreachable_and_no_more():
             unreachable.append(event.endpoint)
         assert event.message == REQUEST
         assert set(unreachable) <= {"nonsense", "tcp://-x:1"}
-    finally:
-        peers.stop()
-
-
-async def test_a_turn_of_many_answers_looks_for_messages_once(monkeypatch: pytest.MonkeyPatch):
-    num_looks, read_turn = 0, WatchedSocket._read_turn
-
-    def look(watched: WatchedSocket) -> bool:
-        nonlocal num_looks
-        num_looks += 1
-        return read_turn(watched)
-
-    monkeypatch.setattr(WatchedSocket, "_read_turn", look)
-    peers = PeerSocket("tcp://127.0.0.1:0", Messages().put, NoChecks)
-    peers.start()
-    try:
-        await asyncio.sleep(0)
-        before = num_looks
-        for _ in range(100):
-            peers.reply(b"nobody", REQUEST)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert 0 < num_looks - before <= 5
     finally:
         peers.stop()
 

@@ -179,15 +179,6 @@ async def test_who_is_read_at_once_uses_the_turn_up_too(monkeypatch: pytest.Monk
     assert at.turns.run_now(FIRST, at.turn(6))
 
 
-async def test_nobody_goes_before_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = Recorded(monkeypatch, turn_s=0.0)
-    at.turns.enqueue(FIRST, at.turn(1))
-    assert not at.turns.run_now(SECOND, at.turn(2))
-    await asyncio.sleep(0)
-    assert at.taken == [1, 2]
-    assert at.turns.run_now(SECOND, at.turn(3))
-
-
 async def test_one_turn_is_over_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     at, seen = Recorded(monkeypatch), list[bool]()
 

@@ -11,7 +11,6 @@ import pytest
 import structlog
 
 from kvxferd.config import LogConfig
-from kvxferd.errors import Code
 from kvxferd.records import PlacementRecord
 from kvxferd.telemetry import log_limits
 from kvxferd.telemetry.log_buffer import LogCounts
@@ -23,7 +22,7 @@ from kvxferd.telemetry.log_limits import (
     LogRateLimiter,
 )
 from kvxferd.telemetry.logs import configure_logs, log_record, operator_log, set_log_level
-from tests.support.node_samples import pull_record, records
+from tests.support.node_samples import records
 
 
 def lines(stream: io.StringIO) -> list[dict[str, object]]:
@@ -62,14 +61,6 @@ def test_memory_that_is_not_proved_is_a_warning():
     log_record(msgspec.structs.replace(record, proved=False, why="a read brought other bytes"))
     (line,) = lines(stream)
     assert (line["level"], line["why"]) == ("warning", "a read brought other bytes")
-
-
-def test_a_quiet_level_keeps_failures() -> None:
-    stream = io.StringIO()
-    configure_logs(LogConfig(level="warning", format="json"), stream)
-    log_record(pull_record())
-    log_record(pull_record("failed", Code.DEADLINE))
-    assert [line["code"] for line in lines(stream)] == ["deadline"]
 
 
 def test_libraries_write_the_same_form() -> None:

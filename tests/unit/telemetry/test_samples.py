@@ -16,7 +16,6 @@ from kvxferd.records import PHASES, PullRecord, ReleaseRecord
 from kvxferd.telemetry.samples import (
     MAX_KEYS,
     MIN_QUANTILE_PULLS,
-    OTHERS,
     RING_S,
     SLOT_S,
     Gauges,
@@ -98,19 +97,6 @@ def test_a_daemon_that_did_not_run_leaves_a_gap() -> None:
     ]
 
 
-def test_a_stop_of_an_hour_leaves_one_slot() -> None:
-    node = Node()
-    node.samples.add(failed())
-    node.run(100)
-    node.now += 3600
-    node.run(1)
-    node.samples.add(record())
-    report = node.samples.report(RING_S)
-    assert len(report.slots) == 1
-    assert [(row.delivered, row.failed) for row in report.pairs] == [(1, 0)]
-    assert report.last_minute.failed == 0
-
-
 def test_the_last_minute_names_the_commonest_code() -> None:
     node = Node()
     for second in range(119):
@@ -141,17 +127,6 @@ def test_the_first_minute_is_shorter() -> None:
     assert node.samples.last_minute().seconds == 2.0
     assert node.samples.last_minute().pulled_bytes_per_s == 250.0
     assert Node().samples.last_minute().pulled_bytes_per_s == 0.0
-
-
-def test_pairs_beyond_the_table_are_counted_together() -> None:
-    node = Node()
-    for number in range(MAX_KEYS + 30):
-        node.samples.add(failed(source=EngineId(f"e{number}")))
-    node.samples.add(failed(source=EngineId("e0")))
-    rows = {row.source: row.failed for row in node.samples.report(60).pairs}
-    assert len(rows) == MAX_KEYS + 1
-    assert rows[OTHERS] == 30
-    assert rows["e0"] == 2
 
 
 def test_names_that_change_from_slot_to_slot_make_no_more_rows() -> None:
