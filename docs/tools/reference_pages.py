@@ -26,10 +26,10 @@ import click
 
 from docs.tools import sglang_tables, surfaces, vllm_tables
 from docs.tools.markdown_parts import WIDTH, cell, filled, table
+from docs.tools.sample_comments import sample_comments
 from kvxferd import errors
 from kvxferd.cli.root import VERBS, root
 from kvxferd.config import RELOADABLE, SETTINGS, Setting, flag_name
-from kvxferd.config.sample import sample_comments
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.core.limits.table import SETTING, TABLE, Limit
 from tests.support.repository import ROOT

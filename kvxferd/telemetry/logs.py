@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, MutableMapping
-from typing import Any, TextIO
+from typing import Any
 
 import structlog
 
@@ -47,17 +47,6 @@ operator_log: Any = structlog.wrap_logger(
 )
 
 
-def configure_logs(config: LogConfig, stream: TextIO | None = None) -> None:
-    """Set up the log of this process and its libraries, written to `stream` or standard error."""
-    out = sys.stderr if stream is None else stream
-
-    def put(line: str, is_error: bool) -> None:
-        out.write(line + "\n")
-        out.flush()
-
-    _configure(config, put, out.isatty())
-
-
 def configure_queued_logs(config: LogConfig) -> None:
     """Set up the log of a process that must never wait for its standard error.
 
@@ -65,7 +54,7 @@ def configure_queued_logs(config: LogConfig) -> None:
     """
     is_terminal = os.isatty(STDERR_FD)
     sys.stderr = stream = StderrStream(LOG_BUFFER, is_terminal=is_terminal)
-    render = _configure(config, LOG_BUFFER.put, is_terminal)
+    render = configure_logs(config, LOG_BUFFER.put, is_terminal)
     LOG_BUFFER.start(STDERR_FD, lambda num_dropped: render("log lines dropped", dropped=num_dropped))
 
     def close() -> None:
@@ -82,8 +71,13 @@ def set_log_level(level: str) -> None:
     logging.getLogger().setLevel(max(_LEVELS[level], logging.WARNING))
 
 
-def _configure(config: LogConfig, put: Callable[[str, bool], None], is_terminal: bool) -> Callable[..., str]:
-    """Give every line to `put`, with whether it is an error. Return the renderer of a warning."""
+def configure_logs(
+    config: LogConfig, put: Callable[[str, bool], None], is_terminal: bool
+) -> Callable[..., str]:
+    """Set up the log of this process and its libraries. Return the renderer of a warning.
+
+    `put` gets each line, and whether it is an error.
+    """
     is_json = config.format == "json" or (config.format == "auto" and not is_terminal)
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,

@@ -15,8 +15,8 @@ import structlog
 
 from kvxferd.config import LogConfig
 from kvxferd.control.http_routes import ROUTES, Access
-from kvxferd.telemetry.logs import configure_logs
 from tests.support.http_harness import config_in, over_tcp, over_unix, serving
+from tests.support.log_stream import log_to
 from tests.support.node_samples import PEER, StillNode
 from tests.support.other_user import NOBODY, needs_root, open_directory, script
 
@@ -143,7 +143,7 @@ def json_log() -> Iterator[io.StringIO]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     stream = io.StringIO()
-    configure_logs(LogConfig(level="error", format="json"), stream)
+    log_to(LogConfig(level="error", format="json"), stream)
     yield stream
     structlog.reset_defaults()
     root.handlers, root.level = handlers, level

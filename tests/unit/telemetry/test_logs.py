@@ -21,7 +21,8 @@ from kvxferd.telemetry.log_limits import (
     WINDOW_S,
     LogRateLimiter,
 )
-from kvxferd.telemetry.logs import configure_logs, log_record, operator_log, set_log_level
+from kvxferd.telemetry.logs import log_record, operator_log, set_log_level
+from tests.support.log_stream import log_to
 from tests.support.node_samples import records
 
 
@@ -32,7 +33,7 @@ def lines(stream: io.StringIO) -> list[dict[str, object]]:
 
 def test_one_json_line_for_each_record() -> None:
     stream = io.StringIO()
-    configure_logs(LogConfig(format="auto"), stream)  # not a terminal: JSON
+    log_to(LogConfig(format="auto"), stream)  # not a terminal: JSON
     for record in records():
         log_record(record)
     handshake, pull, failed, release, placement, lanes = lines(stream)
@@ -56,7 +57,7 @@ def test_one_json_line_for_each_record() -> None:
 
 def test_memory_that_is_not_proved_is_a_warning():
     stream = io.StringIO()
-    configure_logs(LogConfig(format="json"), stream)
+    log_to(LogConfig(format="json"), stream)
     record = next(record for record in records() if isinstance(record, PlacementRecord))
     log_record(msgspec.structs.replace(record, proved=False, why="a read brought other bytes"))
     (line,) = lines(stream)
@@ -65,7 +66,7 @@ def test_memory_that_is_not_proved_is_a_warning():
 
 def test_libraries_write_the_same_form() -> None:
     stream = io.StringIO()
-    configure_logs(LogConfig(format="json"), stream)
+    log_to(LogConfig(format="json"), stream)
     try:
         raise RuntimeError("lost")
     except RuntimeError:
@@ -77,7 +78,7 @@ def test_libraries_write_the_same_form() -> None:
 
 def test_what_an_operator_does_is_a_line_at_every_level():
     stream = io.StringIO()
-    configure_logs(LogConfig(format="json", level="error"), stream)
+    log_to(LogConfig(format="json", level="error"), stream)
     structlog.get_logger().warning("of the daemon's own")
     operator_log.info("configuration reloaded", changed=["log.level"])
     (line,) = lines(stream)
@@ -98,7 +99,7 @@ def test_without_color_a_terminal_gets_no_escape_sequence(
 
     monkeypatch.setenv("NO_COLOR", no_color)
     stream = TerminalText()
-    configure_logs(LogConfig(format="console"), stream)
+    log_to(LogConfig(format="console"), stream)
     operator_log.warning("drained")
     assert "drained" in stream.getvalue()
     assert ("\x1b" in stream.getvalue()) == is_coloured
@@ -139,7 +140,7 @@ def test_many_sources_together_have_a_limit_and_cost_bounded_memory() -> None:
 
 def test_lines_of_a_logger_and_of_libraries_are_limited_and_records_are_not() -> None:
     stream = io.StringIO()
-    configure_logs(LogConfig(format="json"), stream)
+    log_to(LogConfig(format="json"), stream)
     log = structlog.get_logger()
     for _ in range(20):
         log.warning("closed", limit_by="uid 7", pid=1)
@@ -156,7 +157,7 @@ def test_lines_of_a_logger_and_of_libraries_are_limited_and_records_are_not() ->
 
 def test_the_level_can_be_changed_while_it_runs() -> None:
     stream = io.StringIO()
-    configure_logs(LogConfig(format="json", level="warning"), stream)
+    log_to(LogConfig(format="json", level="warning"), stream)
     log = structlog.get_logger()
     log.info("one")
     set_log_level("debug")
