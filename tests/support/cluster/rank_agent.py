@@ -23,8 +23,8 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.tooling import content
 from kvxferd.tooling.content import RequestBlocks
 from kvxferd.tooling.engine_process import EngineRank, HostStore
+from tests.support.nodes.agent import blocks
 
-GROUP = "full"
 LOOK_S = 0.25
 JUNK = 254
 
@@ -186,7 +186,7 @@ class Agent(EngineRank):
         self, name: str, request: int, ids: list[int], tokens: int, publishes: bool, lease_s: float
     ) -> None:
         """Write a transfer; then publish it, or say ready."""
-        held = _held(request, ids, tokens)
+        held = blocks(ids, tokens, request)
         self.write(held)
         self._published[name] = ids
         try:
@@ -206,13 +206,13 @@ class Agent(EngineRank):
         elif chunk.name not in self._published:
             return  # released
         if self._sabotage != "unwritten":
-            self.write(_held(chunk.request, chunk.ids, chunk.end), max(chunk.begin, 0))
+            self.write(blocks(chunk.ids, chunk.end, chunk.request), max(chunk.begin, 0))
         self._report(chunk)
 
     def _report(self, chunk: Chunk) -> None:
         ready = None if chunk.end == chunk.num_tokens else chunk.end
         had, have = (-(-max(tokens, 0) // self._block_tokens) for tokens in (chunk.begin, chunk.end))
-        new = _held(chunk.request, chunk.ids[had:have], chunk.num_tokens)
+        new = blocks(chunk.ids[had:have], chunk.num_tokens, chunk.request)
         try:
             if not chunk.publishes:
                 self.ready(chunk.name, ready)
@@ -241,7 +241,7 @@ class Agent(EngineRank):
         if ids is None:
             self._say("full", number)
             return
-        held = _held(request, ids, tokens)
+        held = blocks(ids, tokens, request)
         try:
             ticket = self.rank.pull(
                 ref, self.block_lists(held), tokens, deadline_s, progressive=is_progressive
@@ -309,10 +309,6 @@ class Agent(EngineRank):
             del self._pulls[number], self._numbers[event.ticket.number]
             self._yard.park(requested.ids)
         self._say("ended", number, str(event.code), 0, event.safe_to_reuse, took)
-
-
-def _held(request: int, ids: list[int], num_tokens: int) -> RequestBlocks:
-    return RequestBlocks(request, {GROUP: np.array(ids, np.int32)}, num_tokens)
 
 
 def run(pipe: Connection, birth: Birth) -> None:

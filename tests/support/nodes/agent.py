@@ -6,7 +6,7 @@ import os
 import resource
 import select
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -50,13 +50,24 @@ class Agent(EngineRank):
     def _regions(self) -> dict[RegionId, Any]:
         return {RegionId(self.layout.regions[0].region): self.store.memory}
 
-    def start_pull(self, ref: dict[str, Any], request: RequestBlocks, deadline_s: float) -> int:
-        """Return the pull's ticket, by its number."""
+    def write(self, request: int, ids: Sequence[int], num_tokens: int) -> None:  # type: ignore[override]
+        super().write(blocks(ids, num_tokens, request))
+
+    def publish(self, name: str, ids: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:  # type: ignore[override]
+        return super().publish(name, blocks(ids, num_tokens), **more).to_dict()
+
+    def pull(self, ref: Any, ids: Sequence[int], num_tokens: int, deadline_s: float = 20.0) -> int:  # type: ignore[override]
+        """Begin a pull; return its ticket, by its number."""
         self.store.load()
         self.before = self.store.bytes.copy()
-        ticket = self.rank.pull(ref, self.block_lists(request), request.num_tokens, deadline_s=deadline_s)
+        ticket = self.rank.pull(ref, self.block_lists(blocks(ids)), num_tokens, deadline_s=deadline_s)
         self.tickets[ticket.number] = ticket
         return ticket.number
+
+    def num_wrong(self, request: int, ids: Sequence[int], num_tokens: int) -> int:
+        found = self.check(blocks(ids, num_tokens, request))
+        assert found.checked_items > 0
+        return found.wrong_items
 
     def cancel(self, ticket: int) -> None:
         self.tickets[ticket].cancel()
@@ -78,10 +89,11 @@ class Agent(EngineRank):
         fields.pop("blocks", None)
         return type(event).__name__, fields
 
-    def num_spilled(self, ids: Mapping[str, content.BlockIds]) -> int:
+    def num_spilled(self, ids: Sequence[int]) -> int:
         """Bytes outside these blocks that changed since the last pull began."""
         self.store.load()
-        return content.count_changed_outside(self.before.copy(), self.store.bytes, self.layout, ids)
+        before = self.before.copy()
+        return content.count_changed_outside(before, self.store.bytes, self.layout, blocks(ids).ids)
 
     def suspend(self) -> None:
         self.rank.suspend()
@@ -151,3 +163,8 @@ class Agent(EngineRank):
         before = self.store.bytes.copy()
         select.select([], [], [], for_s)
         return bool(np.array_equal(self.store.bytes, before))
+
+
+def blocks(ids: Sequence[int], num_tokens: int = 0, request: int = 0) -> RequestBlocks:
+    """Blocks of the one group, and the content of that request."""
+    return RequestBlocks(request, {"full": np.array(ids, np.int32)}, num_tokens)

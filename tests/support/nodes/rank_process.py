@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.tooling.child_process import ChildError, ChildProcess, Pending
-from kvxferd.tooling.content import RequestBlocks
 from tests.support.nodes.agent import Agent
 from tests.support.nodes.stores import DeviceStore, HostStore, OwnStore
 from tests.support.tensor_allocators import TensorStore
-
-GROUP = "full"
-LIMIT_S = 60.0
 
 
 class RankProcess:
@@ -61,28 +56,6 @@ class RankProcess:
         self._registering = self._child.start(Agent.register, socket, spec, layout, make_store)
         return self._registering
 
-    def write(self, request: int, ids: list[int], num_tokens: int) -> None:
-        self._child.call(Agent.write, _blocks(ids, num_tokens, request))
-
-    def publish(self, name: str, ids: list[int], num_tokens: int, **more: Any) -> dict[str, Any]:
-        return self._child.call(Agent.publish, name, _blocks(ids, num_tokens), **more).to_dict()
-
-    def unpublish(self, ref: dict[str, Any]) -> None:
-        self._child.call(Agent.unpublish, ref)
-
-    def pull(self, ref: dict[str, Any], ids: list[int], num_tokens: int, deadline_s: float = 20.0) -> int:
-        """Begin a pull; return its ticket."""
-        return self._child.call(Agent.start_pull, ref, _blocks(ids, num_tokens), deadline_s)
-
-    def num_wrong(self, request: int, ids: list[int], num_tokens: int) -> int:
-        found = self._child.call(Agent.check, _blocks(ids, num_tokens, request))
-        assert found.checked_items > 0
-        return found.wrong_items
-
-    def num_spilled(self, ids: list[int]) -> int:
-        """Bytes outside these blocks that changed since the last `pull`."""
-        return self._child.call(Agent.num_spilled, _blocks(ids, 0).ids)
-
     def end_of(self, ticket: int) -> tuple[str, dict[str, Any]]:
         """The ticket's terminal event; others before it are dropped."""
         while (event := self.next_event()) is not None:
@@ -119,10 +92,6 @@ class RankProcess:
 
     def stop(self) -> None:
         self._child.stop()
-
-
-def _blocks(ids: list[int], num_tokens: int, request: int = 0) -> RequestBlocks:
-    return RequestBlocks(request, {GROUP: np.array(ids, np.int32)}, num_tokens)
 
 
 def ranks_of(spec: EngineSpec) -> list[EngineSpec]:
