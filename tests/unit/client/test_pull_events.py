@@ -36,8 +36,10 @@ def test_a_pull_is_sent_whatever_form_its_reference_has(stage: Stage, form: str)
 def test_delivered(stage: Stage) -> None:
     rank = stage.rank()
     ticket, pull = pulled(stage, rank)
+    assert ticket.delivered is None
     stage.side.say(worker.TicketDelivered(ticket=pull.ticket, bytes=4096, runs=2, wire_s=0.25))
     assert one_event(rank) == Delivered(ticket, 4096, 2, 0.25)
+    assert ticket.delivered is True
 
 
 def test_failed_safely(stage: Stage) -> None:
@@ -55,6 +57,7 @@ def test_failed_safely(stage: Stage) -> None:
     )
     assert list(event.blocks["full"].ids) == [4, 5]
     assert event.blocks["full"].first_token == 16
+    assert ticket.delivered is False
 
 
 def test_failed_in_doubt_and_quiesced_later(stage: Stage) -> None:
@@ -64,10 +67,12 @@ def test_failed_in_doubt_and_quiesced_later(stage: Stage) -> None:
         worker.TicketFailed(ticket=pull.ticket, code=Code.TRANSPORT, message="cannot", safe_to_reuse=False)
     )
     assert not one_failure(rank).safe_to_reuse
+    assert ticket.delivered is None, "its blocks may still be written"
     stage.side.say(worker.TicketQuiesced(ticket=pull.ticket))
     quiesced = one_event(rank)
     assert isinstance(quiesced, Quiesced)
     assert quiesced.ticket is ticket
+    assert ticket.delivered is False
     assert list(quiesced.blocks["full"].ids) == [4, 5]
     stage.side.say(worker.TicketQuiesced(ticket=pull.ticket))  # said twice: told once
     _, other = pulled(stage, rank)
@@ -140,24 +145,3 @@ def test_closing_ends_every_pull(stage: Stage) -> None:
     (event,) = rank.poll()
     assert isinstance(event, Failed)
     assert (event.ticket, event.code, event.safe_to_reuse) == (ticket, Code.CANCELLED, False)
-
-
-def test_a_ticket_tells_what_became_of_its_pull(stage: Stage) -> None:
-    rank = stage.rank()
-    first, pull = pulled(stage, rank)
-    assert first.delivered is None
-    stage.side.say(worker.TicketDelivered(ticket=pull.ticket, bytes=4096, runs=2, wire_s=0.25))
-    one_event(rank)
-    assert first.delivered is True
-    second, pull = pulled(stage, rank)
-    failed = worker.TicketFailed(ticket=pull.ticket, code=Code.DEADLINE, message="m", safe_to_reuse=True)
-    stage.side.say(failed)
-    one_failure(rank)
-    assert second.delivered is False
-    third, pull = pulled(stage, rank)
-    stage.side.say(worker.TicketFailed(pull.ticket, Code.DEADLINE, "m", safe_to_reuse=False))
-    one_failure(rank)
-    assert third.delivered is None, "its blocks may still be written"
-    stage.side.say(worker.TicketQuiesced(ticket=pull.ticket))
-    one_event(rank)
-    assert third.delivered is False
