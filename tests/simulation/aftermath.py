@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PULL_S = 15.0  # enough for a transfer at rest
 HARD_PULL_S = 40.0  # enough for each hardship
-MAX_DRAWS = 20  # of a request: one may have more blocks than there are
+MAX_DRAWS = 100  # of a request: one may have more blocks than there are
 LONG_READ_S = 9.0  # longer than a lease, and than a grant's
 LONG_PREFILL_S = 8.0  # longer than a peer may be silent to which a request for a grant was sent
 LEASE_S = 60.0
@@ -60,7 +60,7 @@ AT_ONCE = frozenset({
 ENDS_MOVERS = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE})
 JOINED_S = 14.0  # by then a home has the ranks of a node whose daemon was restarted
 
-Wait = Callable[[Callable[[], bool], float], bool]
+Wait = Callable[..., bool]
 
 
 class Aftermath:
@@ -69,6 +69,13 @@ class Aftermath:
     def __init__(self, world: World, rng: random.Random, wait: Wait) -> None:
         self._world, self._rng, self._wait = world, rng, wait
         self._is_home_behind = True  # it may name movers of another node that are gone
+        self._is_full = self._may_be_full
+
+    @property
+    def _may_be_full(self) -> bool:
+        """Whether tables may be full of what has ended, or was reported and never published."""
+        traits = self._world.traits
+        return traits.has_low_limits or bool({"ended_transfers", "early_ready"} & {*traits.low_numbers})
 
     def check_works_again(self, hardships: list[Hardship]) -> None:
         """A transfer of each source arrives, of each at one of these hardships."""
@@ -78,14 +85,14 @@ class Aftermath:
     def check_arrives(self, source: Engine, sink: Engine, hardship: Hardship) -> None:
         """A transfer arrives: at the first attempt, where its pull need not fail."""
         world = self._world
-        if world.traits.has_low_limits or {"ended_transfers", "early_ready"} & {*world.traits.low_numbers}:
-            self._wait(lambda: False, REPEATED_S)
+        if self._is_full:
+            self._wait(lambda: False, REPEATED_S, REPEATED_S)
         self._wait(lambda: world.is_ready, BACK_S)
         if self._is_home_behind:
             self._wait(lambda: False, JOINED_S)
         if hardship is Hardship.SINK_RESTARTS and {*source.shape.nodes} & {*sink.shape.nodes}:
             hardship = Hardship.SOURCE_RESTARTS  # it has ranks of the source
-        self._is_home_behind = hardship in ENDS_MOVERS
+        self._is_home_behind, self._is_full = hardship in ENDS_MOVERS, False
         transfer = self._publish(source)
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name}: {hardship.value}")
         before = len(world.wanted)
@@ -199,6 +206,7 @@ class Aftermath:
         self._cut_off(lost)
         self._end(lost, of_lost)
         self._wait(lambda: False, GONE_S + 1.0)
+        self._is_full = self._may_be_full
         world.start_daemon(lost)
         for engine in of_lost:
             if not engine.is_up:

@@ -10,6 +10,8 @@ import re
 import selectors
 import socket
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,15 +58,28 @@ class Operator:
     def ask(self, node: str, path: str) -> None:
         """Start a process that gets a path from a node's daemon."""
         self.num_left += 1
-        self._world.kernel.spawn(f"operator of {node}", lambda: self._run(node, path), uid=os.geteuid())
+        self._spawn(node, lambda: self._run(node, "GET", path))
 
-    def _run(self, node: str, path: str) -> None:
+    def drain(self, node: str, then: Callable[[], None]) -> None:
+        """Start a process that tells a node's daemon to drain; `then` is called if that says that it does."""
+
+        def run() -> None:
+            with suppress(OSError):
+                self._run(node, "POST", "/v1/drain")
+                then()
+
+        self._spawn(node, run)
+
+    def _spawn(self, node: str, run: Callable[[], None]) -> None:
+        self._world.kernel.spawn(f"operator of {node}", run, uid=os.geteuid())
+
+    def _run(self, node: str, method: str, path: str) -> None:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(self._world.directory / node / "control.sock"))
             sock.setblocking(False)
-            sock.send(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            sock.send(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             self.replies[node, path] = self._receive(sock)
-        self.num_left -= 1
+        self.num_left -= method == "GET"
 
     def _receive(self, sock: socket.socket) -> bytes:
         """Return a reply's body."""
@@ -79,7 +94,9 @@ class Operator:
                     return body
             if not self._world.kernel.wait(((sock.fileno(), _POLLIN),), REPLY_S):
                 raise TimeoutError("a daemon does not reply to its operator")
-            got += sock.recv(1 << 20)
+            if not (more := sock.recv(1 << 20)):
+                raise ConnectionResetError("a daemon does not reply to its operator")
+            got += more
 
 
 class Audit:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 3
 PATIENT_S = 10.0
-MAX_DRAWS = 100  # of blocks: a list of a window may need more than there are, or few
+MAX_DRAWS = 10  # of blocks: a list of a window may need more than there are, or few
 RETRY_S = 0.2
 BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
@@ -51,6 +51,8 @@ DAEMON_GRACE_S = 0.1  # after a deadline, for the daemon's word to come
 TWO_TRIPS_S = 0.25
 KERNELS_S = (0.0, 0.001, 0.02, 0.3)
 MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer, and a progressive pull waits for its source
+LOW_LIMIT = 3  # of an engine's transfers, and of a rank's pulls, where limits are low
+REFUSED_S = 3.0  # within which what is too much has been refused
 PREPARE_SHARE = 0.3  # of requests that are announced before they are pulled
 LEAVE_S = 6.0  # within which a process that closes its session has ended
 
@@ -103,6 +105,7 @@ class Transfer:
     parts: list[Lists]  # what the publisher lists with each
     ref: client.TransferRef | None = None
     published_at: float = 0.0
+    added_at: float = 0.0  # when its publisher has last listed blocks, which begins its lease anew
     released: dict[Worker, Code] = field(default_factory=dict)
     released_at: dict[Worker, float] = field(default_factory=dict)  # since when they may have heard
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
@@ -357,6 +360,7 @@ class Worker:
         self.handle: client.RankHandle | client.Publisher | None = None
         self.is_suspending = self.is_suspended = False
         self.pulls: dict[int, Pull] = {}  # by ticket, those that have not ended or are in doubt
+        self.answers: dict[int | str, list[object]] = {}  # to wrong calls: the codes of their ends
         self._commands: deque[Callable[[], None]] = deque()
         self._task: Task | None = None
         self.stream_ends = 0.0  # when its GPU has done what was launched
@@ -515,6 +519,8 @@ class Worker:
         transfer.published_at = self.world.kernel.now
         self.tell(f"publishes {transfer.transfer_id}, {transfer.steps} tokens in {_text_of(transfer.lists)}")
         self._expect_release(transfer)
+        of_engine = [one for one in self.transfers.values() if one.ref is not None]
+        self._expect_few("transfers", lambda: sum(not one.is_over for one in of_engine))
         if not steps:
             self._has_reported(transfer)
         elif self.spec is None:
@@ -574,6 +580,7 @@ class Worker:
         except KvxferdError as error:
             self.tell(f"cannot add to {transfer.transfer_id}: {error}")
             return
+        transfer.added_at = self.world.kernel.now
         self.tell(f"adds {_text_of(transfer.parts[number])} to {transfer.transfer_id}")
         if number + 1 < len(transfer.steps):
             self.add_later(transfer, number + 1)
@@ -609,6 +616,7 @@ class Worker:
         except KvxferdError as error:
             self.tell(f"cannot report {transfer.transfer_id}: {error}")
             return
+        transfer.added_at = self.world.kernel.now if is_publisher else transfer.added_at
         self.tell(f"has written {step} tokens of {transfer.transfer_id}")
         if number == len(transfer.steps) - 1:
             self._has_reported(transfer)
@@ -668,7 +676,9 @@ class Worker:
             if transfer.is_prepared(now) or any(not pull.ended for pull in transfer.pulls):
                 self.world.after(1.0, look)
                 return
-            began = max(transfer.published_at, transfer.last_read, *transfer.prepared.values())
+            began = max(
+                transfer.published_at, transfer.added_at, transfer.last_read, *transfer.prepared.values()
+            )
             left_s = began + transfer.lease_s - now
             if self.world.daemons[self.node].is_dead:
                 self._expect_own_release(transfer)
@@ -682,13 +692,25 @@ class Worker:
 
         self.world.after(transfer.lease_s, look)
 
+    def _expect_few(self, what: str, count: Callable[[], int]) -> None:
+        """Of what this process has asked for too much is refused."""
+        if self.world.traits.has_low_limits:
+            self.world.expectations.expect(
+                Check.LIMIT,
+                f"{self.name} has more {what} than {LOW_LIMIT}",
+                (self, *self.world.node_names),
+                REFUSED_S,
+                lambda: count() <= LOW_LIMIT or not self.is_alive,
+            )
+
     def _expect_own_release(self, transfer: Transfer) -> None:
         """Without a daemon a client ends the leases by itself: nobody prolongs them."""
 
         def is_met() -> bool:
             return transfer.is_over or not self.is_alive or not self.world.daemons[self.node].is_dead
 
-        left_s = max(0.0, transfer.published_at + transfer.lease_s - self.world.kernel.now)
+        began = max(transfer.published_at, transfer.added_at)
+        left_s = max(0.0, began + transfer.lease_s - self.world.kernel.now)
         text = f"{transfer.transfer_id} of {self.name} outlives its lease, and there is no daemon"
         self.world.expectations.expect(Check.LEASE, text, (self,), left_s + OWN_RELEASE_S, is_met)
 
@@ -845,6 +867,8 @@ class Worker:
         number = pull.ticket.number
         self.tell(f"pulls {transfer.transfer_id} of {source} into {_text_of(lists)}, {number}")
         self._expect_end(pull)
+        asked = list(self.pulls.values())
+        self._expect_few("pulls", lambda: sum(not one.ended for one in asked))
         world.reasons.expect_ready(pull)
         world.pull_started()
 
@@ -988,6 +1012,12 @@ class Worker:
 
     def _handle(self, event: client.Event) -> None:
         self.tell(_text(event))
+        made = getattr(event, "transfer_id", "") or getattr(getattr(event, "ticket", None), "number", "")
+        if (answers := self.answers.get(made)) is not None:
+            answers.append(getattr(event, "code", event))
+            if isinstance(event, client.Failed):
+                self._note_end(event)
+            return
         match event:
             case client.Delivered():
                 self._ended(event.ticket.number, "delivered", event)
@@ -1018,19 +1048,14 @@ class Worker:
             pull.transfer.prepared.pop(self, None)
         world.open_pulls.pop(pull, None)
         pull.transfer.last_read = now
-        end = End(
-            pull.transfer.transfer_id, self.engine.shape.name, Rank(self.spec.pp_rank, self.spec.tp_rank)
-        )
-        if isinstance(event, client.Delivered):
-            end = end._replace(num_bytes=event.bytes, num_runs=event.runs)
-        else:
-            end = end._replace(code=event.code)
-        world.heard[self.node].ends[end] += 1
+        self._note_end(event)
         if isinstance(event, client.Delivered):
             self._check_delivered(pull, event)
         else:
             world.reasons.check_failed(pull, event)
         if how == "in-doubt":
+            if world.planned_in_doubt:
+                world.after(world.rng.choice((0.0, 0.001, 0.1)), world.planned_in_doubt.pop(0), self)
             world.expectations.expect(
                 Check.DOUBT,
                 f"the blocks of pull {ticket} of {self.name} stay in doubt",
@@ -1050,6 +1075,16 @@ class Worker:
                 self.do,
                 lambda: None if wanted.is_delivered else self.pull(pull.transfer, wanted, deadline_s),
             )
+
+    def _note_end(self, event: client.Delivered | client.Failed) -> None:
+        assert self.spec is not None
+        rank = Rank(self.spec.pp_rank, self.spec.tp_rank)
+        end = End(event.ticket.transfer_id, self.engine.shape.name, rank)
+        if isinstance(event, client.Delivered):
+            end = end._replace(num_bytes=event.bytes, num_runs=event.runs)
+        else:
+            end = end._replace(code=event.code)
+        self.world.heard[self.node].ends[end] += 1
 
     def _check_delivered(self, pull: Pull, event: client.Delivered) -> None:
         assert self.store is not None

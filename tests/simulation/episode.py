@@ -12,6 +12,7 @@ import msgspec
 from kvxferd.wire.limits import CHUNK_BYTES
 from tests.simulation.aftermath import Aftermath, Hardship
 from tests.simulation.audit import METRICS, STATUS, Audit, Turns
+from tests.simulation.blunders import Blunders
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import EngineShape, Transfer
 from tests.simulation.fabric import Pace
@@ -37,7 +38,7 @@ SETTLE_S, SETTLE_LOOK_S = 20.0, 2.0  # for movers that end, and spare ones that 
 REPLY_S = 5.0
 TRAFFIC_S = (0.002, 0.01, 0.03, 0.3)
 NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
-LOST_NODE_SHARE, HARDSHIP_SHARE = 0.1, 0.3  # of the episodes
+LOST_NODE_SHARE, HARDSHIP_SHARE, BLUNDERS_SHARE = 0.1, 0.3, 0.3  # of the episodes
 
 
 class Size(msgspec.Struct, frozen=True):
@@ -217,6 +218,8 @@ class Episode:
             self.aftermath.check_works_again([*Hardship][1:])
             self._rest()
             self.world.plan_nothing()
+        if self.rng.random() < BLUNDERS_SHARE and not self.plan.traits.may_be_busy:
+            Blunders(self.world, self.rng, self._wait).check()
         self.aftermath.check_works_again([Hardship.NONE])
 
     def _wait(self, until: object, limit_s: float, step_s: float = 0.1) -> bool:

@@ -54,7 +54,7 @@ class Moment(StrEnum):
 
 @dataclass(eq=False)
 class Read:
-    """One posted read. `late`: pieces that land although it has failed."""
+    """One posted read. `done`: its mover has seen so. `late`: pieces that land although it has failed."""
 
     agent: AgentName
     pieces: list[list[Run]]
@@ -68,7 +68,7 @@ class Read:
     @property
     def is_open(self) -> bool:
         """Whether it is under way."""
-        return not self.done and self.error is None
+        return bool(self.num_left) and self.error is None
 
     @property
     def may_write(self) -> bool:
@@ -120,6 +120,7 @@ class SimTransport:
         self._task = fabric.kernel.current  # that polls
         self.stalls_until = self.hangs_until = 0.0
         self.num_to_refuse = 0
+        self.dies_slowly = False
         fabric.agents[agent] = self
         self.process.on_death.append(self._gone)
 
@@ -205,6 +206,7 @@ class SimTransport:
                 self._move(read, index, is_served=True)
             else:
                 self._later(read, index, rng.choice(self._fabric.latencies_s))
+        read.done = not read.num_left
         return read
 
     def _cut(self, agent: AgentName, listed: list[Run]) -> Read:
@@ -229,6 +231,7 @@ class SimTransport:
         self.progress()
         if handle.error is not None:
             raise handle.error
+        handle.done = not handle.num_left
         return handle.done
 
     def release(self, handle: ReadHandle) -> None:
@@ -270,11 +273,14 @@ class SimTransport:
             self._lost.add(agent)
         return bool(reads)
 
-    def fail_one_read(self) -> bool:
-        """Have a read fail in a way that proves nothing; return whether there was one."""
+    def fail_one_read(self, late_share: float = 0.5) -> bool:
+        """Have a read fail in a way that proves nothing; return whether there was one.
+
+        late_share: of the pieces that have not landed may land later.
+        """
         reads = [read for read in self.reads if read.is_open]
         if reads:
-            self._fail(self._kernel.rng.choice(reads), settled=False, lost=False)
+            self._fail(self._kernel.rng.choice(reads), settled=False, lost=False, late_share=late_share)
         return bool(reads)
 
     @property
@@ -301,21 +307,23 @@ class SimTransport:
         self.reads.clear()
         self.progress()
 
-    def _later(self, read: Read, index: int, delay_s: float, is_served: bool = False) -> None:
-        self._kernel.at(self._kernel.now + delay_s, lambda: self._move(read, index, is_served))
+    def _later(
+        self, read: Read, index: int, delay_s: float, is_served: bool = False, is_late: bool = False
+    ) -> None:
+        self._kernel.at(self._kernel.now + delay_s, lambda: self._move(read, index, is_served, is_late))
 
-    def _move(self, read: Read, index: int, is_served: bool = False) -> None:
-        """Copy one piece, if the read is under way, or the card has not noticed that it is not."""
-        if self._is_closed or self.process.is_dead or read.done:
+    def _move(self, read: Read, index: int, is_served: bool = False, is_late: bool = False) -> None:
+        """Copy one piece, if the read is under way, or `is_late`: the card has not noticed that it is not."""
+        if self._is_closed or self.process.is_dead or not read.num_left:
             return
-        if read.error is not None and index not in read.late:
+        if read.error is not None and not is_late:
             return
         if self._kernel.now < self.stalls_until:
             self._fabric.on_strike(self.process, self.stalls_until - self._kernel.now)
-            self._later(read, index, self.stalls_until - self._kernel.now + 1e-6, is_served)
+            self._later(read, index, self.stalls_until - self._kernel.now + 1e-6, is_served, is_late)
             return
         if self._is_halted:
-            self._later(read, index, STOPPED_POLL_S, is_served)
+            self._later(read, index, STOPPED_POLL_S, is_served, is_late)
             return
         source = self._fabric.agents.get(read.agent)
         if source is None:
@@ -338,25 +346,22 @@ class SimTransport:
             self._fabric.num_late += 1
         else:
             read.num_left -= 1
-            read.done = not read.num_left
-            if read.done:
+            if not read.num_left:
                 self._has_news()
                 self._reaches(Moment.READ_DONE, source)
         if not read.may_write:
             self.reads.pop(read, None)
 
-    def _fail(self, read: Read, *, settled: bool, lost: bool) -> None:
+    def _fail(self, read: Read, *, settled: bool, lost: bool, late_share: float = 0.5) -> None:
         self._fabric.on_strike(self.process)
         text = f"cannot read from agent {read.agent}: simulated failure"
         read.error = TransportError(text, settled=settled, lost=lost)
         self._has_news(FAILURE_SEEN_S)
         if not settled and not (lost and self._fabric.proves_over):
-            rng = self._kernel.rng
-            read.late = {
-                index for index in range(len(read.pieces)) if index not in read.landed and rng.random() < 0.5
-            }
+            rng, left = self._kernel.rng, set(range(len(read.pieces))) - read.landed
+            read.late = {index for index in sorted(left) if rng.random() < late_share}
             for index in read.late:
-                self._later(read, index, rng.uniform(0.0, LATEST_S))
+                self._later(read, index, rng.uniform(0.0, LATEST_S), is_late=True)
         if not read.may_write:
             self.reads.pop(read, None)
 

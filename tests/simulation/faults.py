@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from kvxferd.core.ranks.local_ranks import REBIND_AFTER_S
+from kvxferd.daemon import STOP_S
+from tests.simulation.audit import Operator
+from tests.simulation.checks import Check
 from tests.simulation.engine import Engine, Pull, Transfer, Worker
 from tests.simulation.fabric import Moment, SimTransport
 from tests.simulation.kernel import MAX_FD, Process
-from tests.simulation.world import PlannedMessage
+from tests.simulation.world import DRAIN_S, PlannedMessage
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -51,7 +54,8 @@ KINDS = {
     "cancel-at-delivery": 2, "kill-mover-at-delivery": 2, "sleep-at-binding": 1, "kill-mover-at-binding": 1,
     "deadly-pull": 1, "slow-cancel": 2, "lose-reader": 1, "lose-rare-message": 2,
     "kill-member": 1, "slow-node": 2, "stop-node": 1, "reuse-address": 1, "sleep-without-daemon": 2,
-    "no-threads": 1, "send-elsewhere": 2, "kill-daemon-at-read": 2, "cut-worker-at-read": 2,
+    "no-threads": 1, "drain": 2, "send-elsewhere": 2, "kill-daemon-at-read": 2,
+    "lose-daemon-in-doubt": 3, "cut-worker-at-read": 2,
     "stop-daemon-at-read": 2, "sleep-before-mover": 1, "republish": 1,
     "sleep-at-registering": 1,
 }  # fmt: skip
@@ -168,6 +172,28 @@ class Faults:
         living = [name for name in members if not self._world.daemons[name].is_dead]
         self._kill_daemon_of(rng, "kill-member", self._pick(living), (0.01, 0.1, 1.0))
 
+    def _drain(self, rng: random.Random) -> None:
+        """A daemon takes nothing new, and ends when nothing is left, or after a while; another is started."""
+        if (name := self._pick(self._living_nodes())) is None:
+            return
+        world, delay_s = self._world, rng.choice((0.01, 0.3, 3.0))
+        daemon, within_s = world.daemons[name], DRAIN_S + STOP_S
+        self._strike("drain", name, within_s + delay_s, name)
+        self._hit(daemon, 0.0)
+
+        def ended() -> None:
+            left = [process.name for process in world.processes_of(name) if process.may_run]
+            if daemon.is_over and left:
+                world.violate(Check.DRAINED, f"{name} has drained, and {left} go on")
+            self._restart(name, delay_s)
+
+        def begun() -> None:
+            text, parties = f"{name} drains, and does not end", (("daemon", name),)
+            world.expectations.expect(Check.DRAINED, text, parties, within_s, lambda: daemon.is_dead)
+
+        daemon.on_death.append(ended)
+        Operator(world).drain(name, begun)
+
     def _reuse_address(self, rng: random.Random) -> None:
         """A daemon is away, and the daemon of another node answers at its address."""
         away, tenant = self._two_nodes(rng)
@@ -191,6 +217,23 @@ class Faults:
                 self._restart(name, rng.choice((0.01, 0.3, 4.0)))
 
         self._at_read(rng, "kill-daemon-at-read", kill)
+
+    def _lose_daemon_in_doubt(self, rng: random.Random) -> None:
+        """A read fails in a way that proves nothing, and its rank loses its daemon, or their connection."""
+        dies = rng.random() < 0.6
+
+        def lose(worker: Worker) -> None:
+            if dies and not self._world.daemons[worker.node].is_dead:
+                self._end_daemon(worker.node)
+            else:
+                self._cut(rng, worker)
+
+        def fail(mover: SimTransport) -> None:
+            mover.dies_slowly = True
+            if mover.fail_one_read(late_share=1.0):
+                self._world.planned_in_doubt.append(lose)
+
+        self._at_read(rng, "lose-daemon-in-doubt", fail)
 
     def _stop_daemon_at_read(self, rng: random.Random) -> None:
         """A daemon stands still while one of its movers reads, until after deadlines; the mover may, too.

@@ -100,6 +100,7 @@ class Process:
     exit_write_fd: int = -1
     exit_inode: int = 0
     is_dead: bool = False
+    is_over: bool = False  # its main has returned
     is_dying: bool = False  # it was killed, and waits for a call of the kernel: no thread runs
     is_stopped: bool = False
     slowness: float = 1.0  # how much longer than others it waits for a processor
@@ -307,6 +308,7 @@ class Kernel:
         """
         if process.is_dead or process.is_dying:
             return
+        process.is_over = is_over
         seconds = 0.0 if is_over else self.dying_s(process)
         self.on_strike(process, seconds)
         if not seconds:

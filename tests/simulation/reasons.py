@@ -35,7 +35,7 @@ OF_LIARS = frozenset({
     Code.OUT_OF_PLACE, Code.INTERNAL, Code.BLOCKS_INVALID, Code.COVERAGE_GAP, Code.LAYOUT_INCOMPATIBLE,
     Code.BAD_VERSION, Code.FRAME_TOO_LARGE, Code.BAD_FRAME, Code.NONCE_WRONG, Code.TOKENS_NOT_PUBLISHED,
     Code.NOT_ALLOWED, Code.NOT_PP_AWARE, Code.LAYERS_MISSING, Code.UNEQUAL_STAGES, Code.SHAPE_MISMATCH,
-    Code.DRAINING, Code.TRANSFER_EXISTS,
+    Code.TRANSFER_EXISTS,
 })  # fmt: skip
 # Why no publish of an honest engine is refused.
 OF_LIARS_PUBLISH = frozenset(
@@ -214,6 +214,9 @@ class Reasons:
     def _is_daemon_struck(self, pull: Pull) -> bool:
         return self.is_struck(pull.began - SHORTLY_S, self._own_parties(pull))
 
+    def _is_drained(self, pull: Pull) -> bool:
+        return self.is_struck(pull.began - SHORTLY_S, self._parties(pull))
+
     def _is_withdrawn(self, pull: Pull) -> bool:
         return pull.transfer.is_withdrawn
 
@@ -249,4 +252,5 @@ _NEEDS: dict[Code, Callable[[Reasons, Pull], bool]] = {
     Code.BUSY: Reasons._may_be_busy,
     Code.DAEMON_LOST: Reasons._is_daemon_struck,
     Code.UNPUBLISHED: Reasons._is_withdrawn,
+    Code.DRAINING: Reasons._is_drained,
 }

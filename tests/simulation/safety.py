@@ -31,11 +31,11 @@ class Mapping(NamedTuple):
 
 
 def mappings() -> Iterator[Mapping]:
-    """Yield all mapped files."""
+    """Yield all mapped memory files."""
     with open("/proc/self/maps") as maps:
         for line in maps:
-            span, _, offset, _, inode, *_ = line.split(maxsplit=5)
-            if inode != "0":
+            if "/memfd:" in line:
+                span, _, offset, _, inode, *_ = line.split(maxsplit=5)
                 begin, end = (int(text, 16) for text in span.split("-"))
                 yield Mapping(begin, end, int(offset, 16), int(inode))
 
@@ -78,15 +78,15 @@ def writers_of(fabric: Fabric, store: Store, lists: Lists) -> list[str]:
         return []
     masks = dict(zip((os.fstat(m.fd).st_ino for m in store.memories), store.masks_of(lists), strict=True))
     mapped = [one for one in mappings() if one.inode in masks]
-    found = []
+    found: dict[str, None] = {}
     for mover, read in reads:
         for local, size in _to_land(read):
             for one in mapped:
                 if one.begin <= local < one.end:
                     at = local - one.begin + one.offset
                     if np.any(masks[one.inode][at : at + size]):
-                        found.append(mover.process.name)
-    return found
+                        found[mover.process.name] = None
+    return [*found]
 
 
 def _to_land(read: Read) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from kvxferd.core.node import Node
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.errors import Code, EngineError
-from tests.simulation import audit, engine, fabric, history, runs
+from tests.simulation import audit, blunders, engine, fabric, history, runs
 from tests.simulation.checks import Check
 from tests.simulation.engine import Kernels, Transfer, Worker
 from tests.simulation.episode import Plan, Size
@@ -36,7 +37,10 @@ pytestmark = [
 ]
 
 MAX_SEEDS = 40
-KIND_OF = {Check.ID_ONCE: "republish"}  # of all faults, where those that are drawn seldom meet the check
+KIND_OF = {
+    Check.ID_ONCE: "republish",
+    Check.DRAINED: "drain",
+}  # of all faults, where those that are drawn seldom meet the check
 FENCE_BYTES = 16
 
 _real_handle = Worker._handle
@@ -105,6 +109,10 @@ def _raise(error: Exception) -> Callable[..., None]:
     return act
 
 
+async def _never(_: SimDaemon) -> None:
+    await asyncio.Event().wait()
+
+
 def _pull_not_at_rest(worker: Worker, *arguments: Any) -> None:
     if not worker.world.fabric.is_hurried:
         _real_pull(worker, *arguments)
@@ -156,11 +164,14 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
     ),
     (Check.ID_ONCE, "a refusal is lost", client.Publisher, "publish", _publish_whatever),
     (Check.PUBLISHED, "no refusal is honest", engine, "OF_LIARS_PUBLISH", frozenset(Code)),
+    (Check.REFUSED, "another code", blunders, "OF_PULLS", {"nothing": (Code.INTERNAL, lambda call: call)}),
+    (Check.LIMIT, "a lower limit", engine, "LOW_LIMIT", 0),
     (Check.SUSPENDS, "a lost word", Worker, "_handle", _without(client.Suspended, lambda *_: True)),
     (
         Check.SUSPENDED_AFTER, "pulls have no end", Worker, "_handle",
         _without(client.Failed, lambda worker, event: worker.is_suspending),
     ),
+    (Check.DRAINED, "something is left for ever", SimDaemon, "_wait_drained", _never),
     (Check.REGISTERED, "nobody registers", Worker, "_register", lambda self: False),
     (
         Check.CANCELLED, "a lost word", Worker, "_handle",

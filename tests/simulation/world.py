@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from kvxferd.client import connection, registration
 from kvxferd.config import Config
 from kvxferd.config.schema import (
+    DrainConfig,
     HttpConfig,
     LimitsConfig,
     MoverConfig,
@@ -35,7 +36,7 @@ from kvxferd.memory import driver_registry
 from kvxferd.wire import block_id_parts, fd_batches, framing
 from tests.simulation import interposed, libzmq, network
 from tests.simulation.checks import Check, Expectations, Violation
-from tests.simulation.engine import MAX_HOLD_S, Engine, EngineShape, Pull, Wanted, Worker
+from tests.simulation.engine import LOW_LIMIT, MAX_HOLD_S, Engine, EngineShape, Pull, Wanted, Worker
 from tests.simulation.fabric import Fabric, Moment, Pace, SimTransport
 from tests.simulation.history import Heard
 from tests.simulation.kernel import Kernel, Process
@@ -50,6 +51,7 @@ PORT = 9441
 REFUSED_S = 10.0  # so long a source is refused whose reads hang
 DYING_S = (0.05, 0.6, 4.0)  # after which a mover has ended that was killed in a call of its kernel
 COPY_S = (2e-5, 2e-4, 2e-3)  # that a copy of a GPU takes
+DRAIN_S = 3.0  # for what is left
 LEASE_S = 8.0  # of a transfer and of a grant
 PAGE_BYTES = 24  # of a source's block ids, where lists go in parts
 
@@ -198,6 +200,7 @@ class World:
         # What happens, and how soon, to the movers that reach a moment next.
         self.planned_at: dict[Moment, list[tuple[float, Callable[[SimTransport], None]]]]
         self.planned_at = {moment: [] for moment in Moment}
+        self.planned_in_doubt: list[Callable[[Worker], None]] = []  # to the ranks whose blocks next are so
         self.planned_messages: list[PlannedMessage] = []
         self._numbers = 0
         self._started_at: dict[str, float] = {}
@@ -229,8 +232,9 @@ class World:
     def _config_of(self, node: str) -> Config:
         limits = LimitsConfig(staging_bytes=self.traits.staging_bytes)
         if self.traits.has_low_limits:
-            limits = replace(limits, max_transfers_per_engine=3, max_pulls_per_rank=3)
+            limits = replace(limits, max_transfers_per_engine=LOW_LIMIT, max_pulls_per_rank=LOW_LIMIT)
         return Config(
+            drain=DrainConfig(limit_s=DRAIN_S),
             node=NodeConfig(run_dir=str(self.directory / node)),
             http=HttpConfig(bind=""),
             peer=PeerConfig(bind=self.endpoint_of(node)),
@@ -312,9 +316,12 @@ class World:
         return [t.process.name for t in self.fabric.agents.values() if t.has_any(ranges)]
 
     def _dying_s(self, process: Process) -> float:
-        is_mover = any(t.process is process for t in self.fabric.agents.values())
-        may_wait = is_mover and process.parent is not self.kernel.host and not self.fabric.is_hurried
-        if may_wait and self.kernel.rng.random() < self.traits.dying_share:
+        mover = next((t for t in self.fabric.agents.values() if t.process is process), None)
+        if mover is None or process.parent is self.kernel.host or self.fabric.is_hurried:
+            return 0.0
+        if mover.dies_slowly:
+            return DYING_S[-1]
+        if self.kernel.rng.random() < self.traits.dying_share:
             return self.kernel.rng.choice(DYING_S)
         return 0.0
 
@@ -386,6 +393,7 @@ class World:
     def plan_nothing(self) -> None:
         """Forget what was to go wrong next."""
         self.planned_messages.clear()
+        self.planned_in_doubt.clear()
         for planned in self.planned_at.values():
             planned.clear()
 
