@@ -38,6 +38,7 @@ class Hardship(StrEnum):
     SOURCE_RESTARTS = "its source's daemon restarts"
     SINK_RESTARTS = "its reader's daemon restarts"
     MOVERS_DIE = "its source's movers die"
+    READERS_MOVER_DIES = "a mover of its reader dies as it reads"
     MESSAGES = "messages are lost"
     LONG_PREFILL = "its source takes long to write it"
     LONG_READ = "its read takes long"
@@ -55,9 +56,12 @@ class Loss(StrEnum):
 
 # Those in which no pull has to be repeated.
 AT_ONCE = frozenset({
-    Hardship.NONE, Hardship.LONG_PREFILL, Hardship.LONG_READ, Hardship.LONG_QUEUE, Hardship.READER_DIES,
+    Hardship.NONE, Hardship.READERS_MOVER_DIES, Hardship.LONG_PREFILL, Hardship.LONG_READ,
+    Hardship.LONG_QUEUE, Hardship.READER_DIES,
 })  # fmt: skip
-ENDS_MOVERS = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE})
+ENDS_MOVERS = frozenset({
+    Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE, Hardship.READERS_MOVER_DIES,
+})  # fmt: skip
 JOINED_S = 14.0  # by then a home has the ranks of a node whose daemon was restarted
 
 Wait = Callable[..., bool]
@@ -135,6 +139,8 @@ class Aftermath:
             case Hardship.MOVERS_DIE:
                 for mover in world.movers_of(source.shape.nodes[0]):
                     world.kernel.kill(mover)
+            case Hardship.READERS_MOVER_DIES:
+                world.planned_at[Moment.READ].append((rng.choice((0.0, 0.00005, 0.0002)), self._kill_mover))
             case Hardship.MESSAGES:
                 world.planned_messages += [PlannedMessage(None) for _ in range(rng.choice((1, 2, 5)))]
             case Hardship.LONG_PREFILL:
@@ -157,6 +163,10 @@ class Aftermath:
         if reader is not sink:
             reader.die()
             world.after(0.3, reader.start)
+
+    def _kill_mover(self, transport: SimTransport) -> None:
+        if transport.process.parent is not self._world.kernel.host:  # else it is a thread of a rank
+            self._world.kernel.kill(transport.process)
 
     def _stall(self, transport: SimTransport) -> None:
         transport.stalls_until = self._world.kernel.now + LONG_READ_S
