@@ -41,7 +41,8 @@ def changes(tree: ast.AST) -> Iterator[Change]:
     for node in ast.walk(tree):
         for name, value in ast.iter_fields(node):
             if name in ("body", "orelse", "finalbody") and isinstance(value, list):
-                yield from _of_block(value)
+                # In a class, what stands first is a matter of taste.
+                yield from _of_block(value, moves=not isinstance(node, ast.ClassDef))
         match node:
             case ast.Compare(ops=[op], lineno=line) if type(op) in BOUNDARIES:
                 yield Change("boundary", line, _set(node, "ops", [BOUNDARIES[type(op)]()]))
@@ -53,7 +54,7 @@ def changes(tree: ast.AST) -> Iterator[Change]:
                 yield Change("missing-check", line, _set(node, "test", ast.UnaryOp(ast.Not(), test)))
 
 
-def _of_block(block: list[ast.stmt]) -> Iterator[Change]:
+def _of_block(block: list[ast.stmt], moves: bool) -> Iterator[Change]:
     """A call, an update or an early exit is lost; two neighbours change places."""
     for index, one in enumerate(block):
         targets = one.targets if isinstance(one, ast.Assign) else [getattr(one, "target", None)]
@@ -62,7 +63,7 @@ def _of_block(block: list[ast.stmt]) -> Iterator[Change]:
         is_call = isinstance(one, ast.Expr) and isinstance(one.value, ast.Call | ast.Await)
         if (is_update or is_exit or is_call or isinstance(one, ast.Delete)) and not _is_shown(one):
             yield Change("dropped", one.lineno, _put(block, index, ast.Pass()))
-        if isinstance(one, ast.Expr | ast.Assign | ast.AugAssign) and not _is_shown(one):
+        if moves and isinstance(one, ast.Expr | ast.Assign | ast.AugAssign) and not _is_shown(one):
             after = block[index + 1] if index + 1 < len(block) else None
             is_statement = isinstance(after, ast.Expr | ast.Assign | ast.AugAssign)
             is_docstring = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
@@ -117,9 +118,12 @@ def draw(seed: int) -> Iterator[Mutant]:
     """Yield mutants, each once, the same for one seed and one source. The most are of long files."""
     files = {path: path.relative_to(PACKAGE).as_posix() for path in sources()}
     chosen = [path for path, file in files.items() if file.startswith(FOLDERS) and not is_left_out(file)]
-    found = [name for path in chosen for name in names(path)]
-    random.Random(seed).shuffle(found)
-    return map(named, found)
+    rng, drawn = random.Random(seed), set[str]()
+    while True:
+        (path,) = rng.choices(chosen, [len(sources()[path]) for path in chosen])
+        if left := [name for name in names(path) if name not in drawn]:
+            drawn.add(name := rng.choice(left))
+            yield named(name)
 
 
 def diff_of(mutant: Mutant) -> str:
