@@ -20,8 +20,8 @@ DEMO = (
     *("--layers", "2", "--heads", "2", "--head-dim", "16", "--requests", "3", "--tokens", "70"),
 )
 BENCH = (
-    *("--measure", "throughput", "--shape", "qwen3-8b", "--size", "256K", "--rounds", "2"),
-    *("--blocks", "scattered", "--in-flight", "1", "--transport", "cma"),
+    *("--measure", "throughput", "--shape", "qwen3-8b", "--size", "1M"),
+    *("--transport", "cma"),
 )
 
 
@@ -44,24 +44,20 @@ def test_the_demo_moves_every_byte_and_changes_no_other() -> None:
     assert seen["bytes"] >= 3 * 70 * 2 * 2 * 2 * 32
     assert seen["checked_items"] == 3 * 70 * 2 * 2 * 2
     assert seen["runs"] > 0
-    assert seen["releases"] == {"completed": 3 * 2}
-    assert {"grant", "plan", "wire"} <= set(seen["phases_s"])
 
 
 def test_every_contender_of_the_bench_moves_the_same_bytes() -> None:
-    (point,) = run("bench", *BENCH)["points"]
-    assert set(point["contenders"]) == {"kvxferd", "raw", "engine"}
-    assert point["rounds"] == 2
-    assert abs(point["bytes"] - point["size_bytes"]) <= point["size_bytes"] / 4
-    assert point["contenders"]["kvxferd"]["runs"] == point["contenders"]["raw"]["runs"] > 1
+    for point in run("bench", *BENCH)["points"]:
+        assert set(point["contenders"]) == {"kvxferd", "raw", "engine"}
+        assert abs(point["bytes"] - point["size_bytes"]) <= point["size_bytes"] / 4
+        assert point["contenders"]["kvxferd"]["runs"] == point["contenders"]["raw"]["runs"] >= 1
 
 
 def test_all_of_the_doctor_on_this_machine(tmp_path: Path) -> None:
     found = examine("--socket", str(tmp_path / "nobody.sock"))
     names = [finding["check"] for finding in found.findings]
-    for check in ("python", "nixl", "kernel", "sealed memory", "processors", "same_node", "tcp",
-                  "shared_memory", "memlock", "descriptors", "run_directory",
-                  "daemon", "gpu", "rdma"):  # fmt: skip
+    for check in ("python", "nixl", "kernel", "sealed memory", "same_node", "tcp",
+                  "shared_memory", "memlock", "run_directory", "daemon", "gpu", "rdma"):  # fmt: skip
         assert check in names
     assert found.status == 0, found.findings
     assert found.of("nixl")["found"].startswith("nixl 1.")

@@ -28,7 +28,7 @@ def test_it_maps_neither_transfer_libraries_nor_pages_nor_regions(fleet: Fleet):
     pull_and_check([sink], publish([source], 1), 1)
     mapped = Path(f"/proc/{daemon.pid}/maps").read_text()
     assert not re.search(r"libtorch|nixl|libucp|memfd:", mapped)
-    assert "memfd:kvxferd-fence" in Path(f"/proc/{source.pid}/maps").read_text()
+    assert "memfd:" in Path(f"/proc/{source.pid}/maps").read_text()  # its own regions
 
 
 def test_a_second_daemon_on_the_same_directory_says_who_holds_it(fleet: Fleet):
