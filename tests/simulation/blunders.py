@@ -93,6 +93,7 @@ class Blunders:
             else:
                 self._check(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS)
         transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
+        self._wait(lambda: bool(transfer.released), ANSWER_S)  # what follows needs its blocks
 
     def _check(self, worker: Worker, transfer: Transfer, what: str, wrong: Wrong) -> None:
         name = self._rng.choice(sorted(wrong))

@@ -714,6 +714,11 @@ class Worker:
         text = f"{transfer.transfer_id} of {self.name} outlives its lease, and there is no daemon"
         self.world.expectations.expect(Check.LEASE, text, (self,), left_s + OWN_RELEASE_S, is_met)
 
+    def _has_heard(self, transfer: Transfer) -> bool:
+        """Whether its daemon has told this rank already, and knows that it has."""
+        forgets = "core.ranks.member MAX_RELEASED" in self.world.traits.low_numbers
+        return not forgets and transfer.released_at.get(self, 0.0) > self.world.started_at(self.node)
+
     def _released(self, transfer_id: str, why: Code, refusal: str = "") -> None:
         """A transfer is over. Where its publisher hears so, every rank may use the blocks again."""
         transfer = self.transfers.get(transfer_id)
@@ -725,7 +730,7 @@ class Worker:
             is_replayed = has_new_daemon and not transfer.is_withdrawn
             if why in OF_LIARS_PUBLISH or (is_replayed and why in RETRIED_ON_REPLAY):
                 self.world.violate(Check.PUBLISHED, f"{transfer_id} of {self.name} is refused: {refusal}")
-        elif transfer.released_at.get(self, 0.0) > self.world.started_at(self.node):
+        elif self._has_heard(transfer):
             self.world.violate(Check.RELEASED_ONCE, f"{self.name} hears twice that {transfer_id} is released")
         name = EngineId(self.engine.shape.name), Generation(self.generation), TransferId(transfer_id)
         if (agent := self.world.words.holder_of(name)) is not None:
