@@ -99,4 +99,4 @@ def test_the_walk_through(tmp_path: Path, fleet: Fleet) -> None:
         for verb in ("engines", "history"):
             kvxferd(*arguments_of(verb), "--socket", daemons[1].control.socket_path)
     for daemon in daemons:
-        assert "drained" in kvxferd(*arguments_of("drain"), "--socket", daemon.control.socket_path)
+        assert "drained" in kvxferd("drain", "--wait", "--socket", daemon.control.socket_path)
