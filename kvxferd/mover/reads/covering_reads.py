@@ -108,14 +108,12 @@ class CoveringReads:
             self._chunks.report_changes(self._clock())
         return moved
 
-    def post(self, pull: PullState, one: Unposted, others_wait: bool, budget_part: float) -> bool:
+    def post(self, pull: PullState, one: Unposted, others_wait: bool) -> bool:
         """Post the next read of a pull, and queue what is left; return False where there is no chunk.
 
-        `others_wait`: another pull waits for a chunk. `budget_part`: as `SliceBudget.part_of`.
-
-        A pull that has waited for long, or for a chunk that will never come, reads the rest directly. A pull
-        whose source is slow waits for the source: direct reads would come no sooner, and a source that is
-        stopped would keep the engine's blocks in doubt.
+        `others_wait`: another pull waits for a chunk. A pull that has waited for long, or for a chunk that
+        will never come, reads the rest directly. A pull whose source is slow waits for the source: direct
+        reads would come no sooner, and a source that is stopped would keep the engine's blocks in doubt.
         """
         assert isinstance(one.slicer, CoverSlicer)
         if self._has_device_failed:
@@ -129,12 +127,10 @@ class CoveringReads:
         if pull.first_post_at is None:
             pull.first_post_at = now
         budget = self._budgets.setdefault(one.agent, SliceBudget())
-        fill = one.slicer.next_fill(budget.part_of(budget_part), chunk.span.size_bytes)
-        if one.slicer.is_empty:
-            budget_part = 0.0
-        else:
+        fill = one.slicer.next_fill(budget.bytes, chunk.span.size_bytes)
+        if not one.slicer.is_empty:
             pull.unposted.append(one)  # the other remote ranks come first
-        self._post(pull, one, CoveringRead(one.agent, chunk, fill, now, budget_part))
+        self._post(pull, one, CoveringRead(one.agent, chunk, fill, now, not one.slicer.is_empty))
         return True
 
     def _acquire(self, pull: PullState, one: Unposted, others_wait: bool) -> Chunk | None:
@@ -216,7 +212,7 @@ class CoveringReads:
         read.handle = None
         now = self._clock()
         if (budget := self._budgets.get(read.agent)) is not None:
-            budget.update(now - read.posted_at, read.budget_part)
+            budget.update(now - read.posted_at, read.used_whole_budget)
         shape = ReadShape(len(read.fill.length), int(read.fill.length.sum()))
         self._costs.learn(read.agent, shape, read.posted_at, now)
         if pull.failure is not None:

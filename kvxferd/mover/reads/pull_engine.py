@@ -20,7 +20,6 @@ whatever became of it. The chunk waits for the read.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,8 +68,6 @@ MAX_INFLIGHT_PER_PULL = 3  # so that five large pulls leave room for a small one
 FAILED_PULL_WAIT_S = 0.1
 # Of a plan between equal layouts: such pulls take 0.3 ms, and to choose for each would take 0.03 of them.
 FEW_BLOCKS = 8
-# Small pulls that come one after the other, each when the last has ended, are not to wait for whole budgets.
-ALONE_AFTER_S = 0.05
 MAX_SHORT_PULLS_IN_A_ROW = 8  # so that a stream of short pulls leaves a large one every ninth post
 
 
@@ -112,7 +109,6 @@ class PullEngine:
             self._budgets,
             self._costs,
         )
-        self._shared_until = -math.inf  # until when pulls count as not alone
         self._num_short_in_a_row = 0  # posts of short pulls ahead of their turn
         self._queued: deque[PullState] = deque()
         self._active: deque[PullState] = deque()
@@ -193,7 +189,6 @@ class PullEngine:
         if self._by_id:
             for other in (pull, *self._by_id.values()):
                 other.was_alone = False
-            self._shared_until = self._clock() + ALONE_AFTER_S
         self._by_id[request.pull] = pull
         self._queued.append(pull)
 
@@ -370,24 +365,17 @@ class PullEngine:
         one = pull.unposted.popleft()
         if isinstance(one.slicer, CoverSlicer):
             waiting = (other.waits_for_chunk_since for other in self._active if other is not pull)
-            others_wait = any(since is not None for since in waiting)
-            return self._covering.post(pull, one, others_wait, self._budget_part)
+            return self._covering.post(pull, one, any(since is not None for since in waiting))
         budget = self._budgets.setdefault(one.agent, SliceBudget())
-        part = self._budget_part
-        runs = one.slicer.next_slice(budget.part_of(part))
-        if one.slicer.is_empty:
-            part = 0.0
-        else:
+        runs = one.slicer.next_slice(budget.bytes)
+        was_full = not one.slicer.is_empty
+        if was_full:
             pull.unposted.append(one)  # the other remote ranks come first
         if pull.first_post_at is None:
             pull.first_post_at = self._clock()
         shape = ReadShape(len(runs.length), int(runs.length.sum()))
-        self._post(pull, one.agent, runs, one.kinds, part, shape)
+        self._post(pull, one.agent, runs, one.kinds, was_full, shape)
         return True
-
-    @property
-    def _budget_part(self) -> float:
-        return 1.0 if self._clock() >= self._shared_until else SliceBudget.SHARED_PART
 
     def _post_fence_if_read(self, pull: PullState) -> None:
         """Read the fence word at once where all data is here: within a node a short post is a copy."""
@@ -404,7 +392,7 @@ class PullEngine:
         pull.fence_word_slot = slot
         pull.fence_posted_at = self._clock()
         word = single_run(slot, fence.address, FENCE_WORD_BYTES)
-        self._post(pull, fence.agent, word, HOST, budget_part=0.0)
+        self._post(pull, fence.agent, word, HOST, was_full=False)
         return True
 
     def _post(
@@ -413,7 +401,7 @@ class PullEngine:
         agent: AgentName,
         runs: Runs,
         kinds: ReadKinds,
-        budget_part: float,
+        was_full: bool,
         shape: ReadShape | None = None,
     ) -> None:
         began = self._clock()
@@ -426,7 +414,7 @@ class PullEngine:
         finally:
             pull.post_s += self._clock() - began
         pull.started = True
-        read = InflightRead(handle, agent, began, budget_part, shape)
+        read = InflightRead(handle, agent, began, was_full, shape)
         if handle.done:
             self._on_read_done(pull, read)
         else:
@@ -453,7 +441,7 @@ class PullEngine:
             pull.data_done_at = now
         budget = self._budgets.get(read.agent)
         if budget is not None:
-            budget.update(now - read.posted_at, read.budget_part)
+            budget.update(now - read.posted_at, read.used_whole_budget)
         if read.shape is not None:
             self._costs.learn(read.agent, read.shape, read.posted_at, now)
 

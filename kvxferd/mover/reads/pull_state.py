@@ -37,7 +37,7 @@ class InflightRead:
     handle: ReadHandle
     agent: AgentName
     posted_at: float
-    budget_part: float  # as `SliceBudget.update`
+    used_whole_budget: bool  # the slice was as large as its budget
     shape: ReadShape | None = None  # None: the fence word's
 
 
@@ -49,7 +49,7 @@ class CoveringRead:
     chunk: Chunk
     fill: ChunkFill
     posted_at: float
-    budget_part: float  # as `InflightRead`
+    used_whole_budget: bool  # as `InflightRead`
     handle: ReadHandle | None = None  # None: it is not posted yet, or terminal
     scatter: ScatterJob | None = None  # once the read is done
 

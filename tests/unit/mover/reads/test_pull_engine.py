@@ -264,33 +264,13 @@ def test_slices_cover_the_runs_and_keep_to_their_budget() -> None:
 def test_a_budget_follows_the_time_that_slices_take() -> None:
     budget = SliceBudget()
     for _ in range(20):
-        budget.update(0.1, part=1.0)
+        budget.update(0.1, was_full=True)
     assert budget.bytes == SliceBudget.MIN_BYTES
-    budget.update(0.0, part=0.0)
+    budget.update(0.0, was_full=False)
     assert budget.bytes == SliceBudget.MIN_BYTES, "a slice that was not full says nothing"
     for _ in range(20):
-        budget.update(0.0, part=1.0)
+        budget.update(0.0, was_full=True)
     assert budget.bytes == SliceBudget.MAX_BYTES
-    budget.update(0.004, part=0.5)
-    assert budget.bytes == SliceBudget.MAX_BYTES, "half of the budget in half of the time"
-    budget.update(0.005, part=0.5)
-    assert budget.bytes == SliceBudget.MAX_BYTES // 2
-
-
-def test_a_pull_that_is_not_alone_has_smaller_slices(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SliceBudget, "SHORT_S", 0.0)  # no budget grows
-
-    def longest_of(num_pulls: int) -> int:
-        bench.now += 1.0
-        bench.fabric.posts.clear()
-        for _ in range(num_pulls):
-            bench.start(scattered(250))
-        bench.run()
-        return max(num_runs for _, num_runs in bench.fabric.posts)
-
-    alone = longest_of(1)
-    assert longest_of(2) < alone
-    assert longest_of(1) == alone
 
 
 def test_a_pull_of_many_runs_is_worked_out_in_parts() -> None:
