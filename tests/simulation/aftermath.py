@@ -8,6 +8,7 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvxferd.mover.transport.staging_source import CHUNK_REPLY_TIMEOUT_S
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import Engine, Pull, Transfer
 from tests.simulation.fabric import Moment, SimTransport
@@ -194,7 +195,9 @@ class Aftermath:
                 if worker is not source.publisher:
                     world.kernel.stop(worker.process)
         world.kernel.sleep(rng.choice((0.0005, 0.003, 0.05, 3.0)))
-        world.expectations.disturb(SILENT_S + GONE_S, *world.node_names)
+        # A staged read that is posted waits for its source's mover.
+        limit_s = SILENT_S + (CHUNK_REPLY_TIMEOUT_S if world.traits.placement == "staged" else 0.0)
+        world.expectations.disturb(limit_s + GONE_S, *world.node_names)
         if how is Loss.STANDS_STILL:
             for process in world.processes_of(lost):
                 world.kernel.stop(process)
@@ -210,7 +213,7 @@ class Aftermath:
         def waiting() -> list[Pull]:  # a home on another node may grant meanwhile
             return [pull for pull in pulls if not pull.ended and pull.transfer.name not in granted]
 
-        if not self._wait(lambda: not waiting(), SILENT_S):
+        if not self._wait(lambda: not waiting(), limit_s):
             who = [f"{pull.worker.name} of {pull.transfer.transfer_id}" for pull in waiting()]
             raise Violation(Check.SILENT, f"{lost} {how.value}, and its readers wait on: {who}")
         self._cut_off(lost)

@@ -700,7 +700,8 @@ class Worker:
                 f"{self.name} has more {what} than {LOW_LIMIT}",
                 (self, *self.world.node_names),
                 REFUSED_S,
-                lambda: count() <= LOW_LIMIT or not self.is_alive,
+                # What waits for a daemon to take it does not count yet.
+                lambda: count() <= LOW_LIMIT or self.handle is None or not self.handle.is_connected,
             )
 
     def _expect_own_release(self, transfer: Transfer) -> None:
