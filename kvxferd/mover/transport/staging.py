@@ -107,6 +107,7 @@ class StagedTransport:
         self._pinned: PinnedBuffer | None = None
         self._slots: SlotPool | None = None
         self._source: StagingSource | None = None
+        self._source_error: DeviceError | None = None  # since which nothing can be served
         self._stamp_slots: WordSlots | None = None
         self._unused_slots: WordSlots | None = None
         self._reply_metadata = b""  # which a source loads to reply
@@ -216,6 +217,8 @@ class StagedTransport:
             self._serve_notifications()
         else:
             self._inner.progress()
+        if self._source_error is not None:
+            raise self._source_error  # the mover ends, and its rank gets another
 
     def close(self) -> None:
         self._inner.close()
@@ -425,8 +428,11 @@ class StagedTransport:
                 self._handle(agent, payload, now)
             except ProtocolError as error:
                 _LOG.warning("malformed staging message: agent=%s reason=%s", agent, error.message)
-        if self._source is not None:
-            self._source.step(now)
+        if self._source is not None and self._source_error is None:
+            try:
+                self._source.step(now)
+            except DeviceError as error:
+                self._source_error = error  # of no read that is polled here: `progress` raises it
 
     def _handle(self, agent: AgentName, payload: bytes, now: float) -> None:
         message = decode_staging_message(payload)

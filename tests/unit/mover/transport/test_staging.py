@@ -348,6 +348,35 @@ def test_a_copy_that_fails_or_was_half_started_is_in_doubt(
     world.close()
 
 
+def test_a_copy_for_a_reader_that_fails_is_no_failure_of_a_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(True, True)
+    lender, real = world.sink.transport._source, world.driver.record
+    assert lender is not None
+
+    def fail(stream: object) -> object:
+        if stream is lender.pinned._stream or stream == lender.pinned._stream:
+            raise DeviceError("cannot cuEventRecord: an illegal address")
+        return real(stream)
+
+    handle = world.post((0, 0, SLOT))
+    world.source.transport.load_remote(world.sink.metadata)
+    world.source.transport.post(
+        world.sink.agent,
+        single_run(world.source.segment.address, world.sink.segment.address, SLOT),
+        world.kinds,
+    )
+    monkeypatch.setattr(world.driver, "record", fail)
+    for _ in range(50):
+        if world.sink.transport.poll(handle):
+            break
+        world.source.transport.progress()
+    assert handle.done
+    with pytest.raises(DeviceError, match="illegal address"):
+        world.sink.transport.progress()
+    monkeypatch.undo()
+    world.close()
+
+
 @pytest.mark.parametrize(
     ("method", "when"), [("allocate_host", 3), ("allocate_host", 4), ("open_stream", 2), ("open_stream", 3)]
 )
