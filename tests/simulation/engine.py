@@ -415,10 +415,8 @@ class Worker:
 
     def describe(self) -> str:
         """Return what it is at, for people."""
-        connected = self.handle is not None and self.handle.is_connected
-        return (
-            f"{self.name} at {self.node}: ready={self.is_ready} connected={connected} pulls={len(self.pulls)}"
-        )
+        where = f"{self.name} at {self.node}: ready={self.is_ready}"
+        return f"{where} connected={self.is_connected} pulls={len(self.pulls)}"
 
     def check_memory(self) -> None:
         """Whether nobody else has written."""
@@ -692,6 +690,11 @@ class Worker:
 
         self.world.after(transfer.lease_s, look)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a daemon takes its requests."""
+        return self.handle is not None and self.handle.is_connected
+
     def _expect_few(self, what: str, count: Callable[[], int]) -> None:
         """Of what this process has asked for too much is refused."""
         if self.world.traits.has_low_limits:
@@ -701,7 +704,7 @@ class Worker:
                 (self, *self.world.node_names),
                 REFUSED_S,
                 # What waits for a daemon to take it does not count yet.
-                lambda: count() <= LOW_LIMIT or self.handle is None or not self.handle.is_connected,
+                lambda: count() <= LOW_LIMIT or not self.is_alive or not self.is_connected,
             )
 
     def _expect_own_release(self, transfer: Transfer) -> None:
