@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import click
 import msgspec
 
-from kvxferd.cli.options import F, json_option, with_control_client
+from kvxferd.cli.options import F, form_option, json_option, with_control_client
 from kvxferd.ids import Endpoint
 from kvxferd.records import (
     EngineSnapshot,
@@ -21,7 +21,7 @@ from kvxferd.records import (
 )
 from kvxferd.telemetry.units import format_size, format_time
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import Column, format_count, print_json, print_table
+from kvxferd.tooling.output import Column, format_count, print_json, print_line, print_table
 from kvxferd.wire.endpoint import address_of
 
 
@@ -30,7 +30,24 @@ class Listing(NamedTuple):
 
     title: str
     rows: Callable[[Any], Iterable[Any]]  # of the reply
-    columns: tuple[Column, ...]
+    columns: tuple[Column, ...]  # the first has the name that other verbs take
+
+
+def sort_rows(listings: Sequence[Listing], rows: list[list[Any]], sort: str) -> None:
+    """Sort by a column, `-COLUMN` from the highest, each table that has it. Raises click.BadParameter."""
+    title = sort.removeprefix("-").casefold()
+    known = [{column.title.casefold(): column for column in listing.columns} for listing in listings]
+    if not any(title in columns for columns in known):
+        titles = dict.fromkeys(column.title for listing in listings for column in listing.columns)
+        raise click.BadParameter(f"{sort!r} is no column: {', '.join(titles)}", param_hint="--sort")
+    for columns, ours in zip(known, rows, strict=True):
+        if column := columns.get(title):
+            ours.sort(key=functools.partial(_sort_key, column), reverse=sort.startswith("-"))
+
+
+def _sort_key(column: Column, row: Any) -> tuple[bool, Any]:
+    value = column.get(row)
+    return value is not None, value
 
 
 def list_verb(path: str, *listings: Listing) -> Callable[[F], F]:
@@ -38,15 +55,23 @@ def list_verb(path: str, *listings: Listing) -> Callable[[F], F]:
 
     def make(verb: F) -> F:
         @json_option
+        @form_option
+        @click.option("--sort", metavar="COLUMN", help="Sort by this column; -COLUMN: from the highest.")
         @with_control_client
         @functools.wraps(verb)
-        def show(daemon: ControlClient, as_json: bool) -> None:
+        def show(daemon: ControlClient, as_json: bool, form: str, sort: str | None) -> None:
             reply = daemon.get(path)
-            if as_json:
+            rows = [list(listing.rows(reply)) for listing in listings]
+            if sort is not None:
+                sort_rows(listings, rows, sort)
+            if as_json or form == "json":
                 print_json(reply)
-                return
-            for listing in listings:
-                print_table(listing.title, listing.columns, listing.rows(reply))
+            elif form == "name":
+                for row in rows[0]:
+                    print_line(listings[0].columns[0].text(row))
+            else:
+                for listing, ours in zip(listings, rows, strict=True):
+                    print_table(listing.title, listing.columns, ours, is_wide=form == "wide")
 
         return show  # type: ignore[return-value]
 

@@ -18,6 +18,15 @@ from kvxferd.config import CONFIG_PATH_VARIABLE
 F = TypeVar("F", bound=Callable[..., Any])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+form_option = click.option(
+    "-o",
+    "--output",
+    "form",
+    type=click.Choice(("table", "wide", "json", "name")),
+    default="table",
+    show_default=True,
+    help="The columns that fit, all columns, one JSON object, or the names in the first table alone.",
+)
 
 
 def _socket_at(ctx: click.Context, param: click.Parameter, path: str | None) -> str | None:

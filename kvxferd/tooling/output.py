@@ -81,13 +81,14 @@ def print_table(
     columns: Sequence[Column],
     rows: Iterable[Any],
     *,
+    is_wide: bool = False,
     more: int = 0,
     details: Callable[[Any], Iterable[str]] | None = None,
 ) -> None:
     """Print a line for each row, or one line if there are none. Numbers are right-aligned.
 
-    A terminal that is too narrow gets fewer columns; one that is too narrow still wraps the lines. `more`:
-    how many rows are not given. `details`: of a row, lines to print below it.
+    A terminal that is too narrow gets fewer columns, unless `is_wide`; one that is too narrow still wraps the
+    lines. `more`: how many rows are not given. `details`: of a row, lines to print below it.
     """
     rows, out = list(rows), console()
     if not rows:
@@ -102,7 +103,7 @@ def print_table(
         for column, cells in texts.items()
     }
     shown = list(columns)
-    while sum(widths[column] + GAP for column in shown) - GAP > out.width:
+    while not is_wide and sum(widths[column] + GAP for column in shown) - GAP > out.width:
         last = max(reversed(shown), key=lambda column: column.rank)
         if not last.rank:
             break

@@ -179,3 +179,33 @@ def test_a_handover_in_words() -> None:
 )
 def test_ways_in_words(ways: dict[str, int], shown: str | None) -> None:
     assert format_ways(ways) == shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["engines"], ["decode-0", "<b>odd</b>"]),
+        (["engines", "--sort", "engine"], ["<b>odd</b>", "decode-0"]),
+        (["engines", "--sort", "-layers"], ["<b>odd</b>", "decode-0"]),
+        (["transfers", "--sort", "-transfer"], ["req-2", "req-1"]),
+        (["peers"], ["tcp://10.0.0.2:9441"]),
+    ],
+)
+async def test_names_alone_are_a_line_each(tmp_path: Path, arguments: list[str], names: list[str]) -> None:
+    async with daemon(tmp_path) as config:
+        result = await run(*arguments, "-o", "name", "--socket", config.control.socket)
+    assert (result.exit_code, result.stdout.splitlines()) == (0, names)
+
+
+async def test_forms_of_a_list(tmp_path: Path) -> None:
+    async with daemon(tmp_path) as config:
+        socket = ("--socket", config.control.socket)
+        as_json = await run("peers", "-o", "json", *socket)
+        assert as_json.stdout == (await run("peers", "--json", *socket)).stdout
+        assert "boot-b" in (await run("peers", "-o", "wide", *socket)).stdout
+        odd = await run("peers", "--sort", "colour", *socket)
+        assert odd.exit_code == 2
+        assert "'colour' is no column: peer, state, " in odd.stderr
+        unset = await run("engines", "--sort", "-GB/s", *socket)  # a rank that was not measured comes last
+        ranks = unset.stdout.partition("Ranks\n")[2].partition("Recorded")[0].splitlines()[1:]
+        assert [line.split()[0] for line in ranks] == ["decode-0", "decode-0", "<b>odd</b>"]

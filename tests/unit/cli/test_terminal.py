@@ -188,3 +188,11 @@ def printed_table(columns: int | None, monkeypatch: pytest.MonkeyPatch, **option
     with redirect_stdout(out):
         print_table("Things", HEADS, [ROW], **options)
     return out.getvalue()
+
+
+def test_all_columns_where_they_are_wanted_and_how_many_rows_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = printed_table(20, monkeypatch, is_wide=True, more=3).splitlines()
+    assert shown[1].split() == ["ID", "SIZE", "AGE", "NOTE"]
+    assert shown[-1] == "(and 3 more)"
