@@ -28,6 +28,7 @@ from kvxferd.client import (
     connect,
 )
 from kvxferd.engine.registration import register, resume
+from kvxferd.engine.strided import StridedMemory, strided
 from kvxferd.layout import EngineSpec, Group, NamedTensor
 
 __all__ = [
@@ -46,9 +47,11 @@ __all__ = [
     "Quiesced",
     "RankHandle",
     "Released",
+    "StridedMemory",
     "Suspended",
     "TransferRef",
     "connect",
     "register",
     "resume",
+    "strided",
 ]

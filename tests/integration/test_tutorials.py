@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import importlib.util
-import math
 import re
 import weakref
 from pathlib import Path
@@ -26,24 +24,6 @@ DIMS = "kv block token head head_dim"
 ENGINE_PAGE = ROOT / "docs" / "how-to" / "write-an-engine.md"
 
 needs_library = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="no transfer library")
-
-
-@dataclasses.dataclass
-class AtAddress:
-    """A tensor of which only the address is known."""
-
-    address: int
-    shape = (2, 4, 16, 8, 64)
-    dtype, device = "bfloat16", "cpu"
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(5))
-
-    def element_size(self) -> int:
-        return 2
 
 
 def without_times(output: str) -> str:
@@ -113,7 +93,7 @@ class TestRegister:
         place = torch.arange(1 << 20, dtype=torch.uint8)
 
         def at(offset: int, name: str = "cache") -> dict[str, kv.NamedTensor]:
-            cache = AtAddress(place.data_ptr() + offset)
+            cache = kv.strided(place.data_ptr() + offset, (2, 4, 16, 8, 64), "bfloat16")
             return {name: kv.NamedTensor(tensor=cache, dims=DIMS)}
 
         read = torch.zeros(2, 4, 16, 8, 64, dtype=torch.bfloat16)
