@@ -28,9 +28,7 @@ def reload(daemon: ControlClient, as_json: bool) -> None:
         print_line("ignored until a restart: " + ", ".join(reply["ignored"]))
     for endpoint in reply["dropped_peers"]:
         print_line(f"dropped peer {endpoint}")
-    if (connections := reply["closed_connections"]) is None:
-        print_line("peers' connections to this node are closed as soon as a descriptor is free: see its log")
-    elif connections:
+    if connections := reply["closed_connections"]:
         print_line(f"peers' connections to this node closed: {connections} (admitted peers connect again)")
     if closed := reply["closed_sessions"]:
         print_line(f"closed {format_count(closed, 'session')} of users who are no longer allowed")

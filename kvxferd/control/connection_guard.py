@@ -106,6 +106,9 @@ class ConnectionGuard:
         self._unfinished: OrderedDict[int, None] = OrderedDict()  # the oldest first
         self._per_address: Counter[str] = Counter()
         self._untracked: set[int] = set()  # accepted while no descriptor was free to look at them
+        self._wake_lock, self._is_closed = threading.Lock(), False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # of `shut_all`
+        self._unshut: set[int] = set()  # to be shut as soon as a descriptor is free to do it
         # Tells once that something has arrived on an open connection; until then there is nothing to check.
         self._arrivals = select.epoll()
         self._is_checking_open = False
@@ -123,6 +126,9 @@ class ConnectionGuard:
 
     def close(self) -> None:
         """Close what it has, if it was not started; else its thread does."""
+        with self._wake_lock:
+            self._is_closed = True
+            os.close(self._wake_fd)
         self._monitor.close(linger=0)
         self._arrivals.close()
         for connection in self._connections.values():
@@ -130,18 +136,16 @@ class ConnectionGuard:
                 connection.duplicate.close()
 
     def shut_all(self) -> int:
-        """Shut every connection; return how many. From any thread. Raises OSError without free descriptors.
+        """Have every connection shut that libzmq has accepted; return how many are known. From any thread.
 
+        The guard's thread does it once it has heard of all that came before, as soon as descriptors are free.
         libzmq sees the end of the stream and closes its side. A peer that is still admitted connects again in
         a tenth of a second, and sends its unanswered requests again.
         """
-        num_shut = 0
-        for fd in [*self._connections, *self._untracked]:
-            if (connection := self._duplicate(fd)) is not None:
-                with connection, suppress(OSError):  # its other end has closed it
-                    connection.shutdown(socket.SHUT_RDWR)
-                    num_shut += 1
-        return num_shut
+        with self._wake_lock:
+            if not self._is_closed:
+                os.eventfd_write(self._wake_fd, 1)
+        return len(self._connections) + len(self._untracked)
 
     def count_message(self, fd: int) -> None:
         """Record that a message was read which came over libzmq's descriptor `fd`."""
@@ -164,6 +168,7 @@ class ConnectionGuard:
         poller = zmq.Poller()
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._arrivals.fileno(), zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
         try:
             while True:
                 ready = dict(poller.poll(self._next_check_ms()))
@@ -171,6 +176,9 @@ class ConnectionGuard:
                     self._check_unfinished()  # also under a steady flow of new connections
                 if self._monitor in ready and not self._handle_monitor_event():
                     return
+                if self._wake_fd in ready and not self._begin_to_shut():
+                    return
+                self._shut_some()
                 if self._arrivals.fileno() in ready:
                     self._is_checking_open = bool(self._arrivals.poll(0)) or self._is_checking_open
                 elapsed_s = time.monotonic() - self._open_checked_at
@@ -180,9 +188,29 @@ class ConnectionGuard:
             self.close()
 
     def _next_check_ms(self) -> int | None:
-        if self._unfinished or self._untracked:
+        if self._unfinished or self._untracked or self._unshut:
             return CHECK_INTERVAL_MS
         return int(self._open_check_s * 1000) + 1 if self._is_checking_open else None
+
+    def _begin_to_shut(self) -> bool:
+        """Note all connections that were accepted before `shut_all`. False: the socket is closed."""
+        os.eventfd_read(self._wake_fd)
+        while self._monitor.poll(0):
+            if not self._handle_monitor_event():
+                return False
+        self._unshut = {*self._connections, *self._untracked}
+        return True
+
+    def _shut_some(self) -> None:
+        for fd in list(self._unshut):
+            try:
+                connection = self._duplicate(fd)
+            except OSError:  # no descriptor is free
+                return
+            self._unshut.discard(fd)
+            if connection is not None:
+                with connection, suppress(OSError):  # its other end has closed it
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def _handle_monitor_event(self) -> bool:
         """Handle an event of libzmq's. False: it was the last."""
@@ -260,6 +288,7 @@ class ConnectionGuard:
 
     def _on_disconnected(self, fd: int) -> None:
         self._untracked.discard(fd)
+        self._unshut.discard(fd)
         connection = self._connections.pop(fd, None)
         if connection is None:
             return
@@ -274,7 +303,10 @@ class ConnectionGuard:
     def _check_unfinished(self) -> None:
         self._checked_at = time.monotonic()
         for fd in list(self._untracked):
+            is_unshut = fd in self._unshut
             self._on_accepted(fd)
+            if is_unshut:
+                self._unshut.add(fd)
         for fd in list(self._unfinished):
             connection = self._connections[fd]
             assert connection.duplicate is not None

@@ -45,7 +45,7 @@ class PeerAdmission:
         self,
         config: PeerConfig,
         use_allowlist: Callable[[PeerAllowlist], list[Endpoint]],
-        shut_connections: Callable[[], int | None],
+        shut_connections: Callable[[], int],
     ) -> None:
         self._config = config
         self._use_allowlist = use_allowlist

@@ -43,7 +43,6 @@ SEND_HIGH_WATER = 10_000
 # Messages of one connection that libzmq reads ahead: 16 x 4 MiB while the loop is busy, of an admitted peer.
 RECEIVE_HIGH_WATER = 16
 HANDSHAKE_MS = 10_000  # a handshake takes three round trips and one turn of this loop
-SHUT_RETRY_S = 0.2
 BACKLOG = 512  # connections in the kernel that wait to be accepted
 MAX_ZMQ_SOCKETS = 16_384  # at a time; libzmq's default is 1,023
 MAX_RESOLVING_MESSAGES = 1024  # to a peer whose name is being resolved; lost ones are sent again
@@ -177,20 +176,14 @@ class PeerSocket:
         self._is_allowlist_reloaded = True
         self.authenticator.allowlist = allowlist
 
-    def shut_connections(self) -> int | None:
-        """Shut every connection to this node; peers that are still admitted connect again.
+    def shut_connections(self) -> int:
+        """Have every connection to this node shut; peers that are still admitted connect again.
 
-        Return how many there were; None: no descriptor was free, and it is tried again later.
+        Return how many there were. Messages of peers that are not admitted are refused meanwhile.
         """
         if self._guard is None:
             return 0  # stopped
-        try:
-            num_shut = self._guard.shut_all()
-        except OSError as error:
-            # Messages of peers that are not admitted are refused meanwhile.
-            log.warning("peer connections not closed", reason=error.strerror)
-            asyncio.get_running_loop().call_later(SHUT_RETRY_S, self.shut_connections)
-            return None
+        num_shut = self._guard.shut_all()
         log.info("peer connections closed", connections=num_shut)
         return num_shut
 
