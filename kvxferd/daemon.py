@@ -386,7 +386,7 @@ class Daemon:
             ignored=merged.ignored,
             dropped_peers=used.dropped_peers,
             closed_sessions=closed,
-            closed_connections=self._peer_socket.shut_connections() if used.must_shut else 0,
+            closes_connections=used.closes_connections,
         )
 
     def _use_allowlist(self, allowlist: PeerAllowlist) -> list[Endpoint]:

@@ -28,8 +28,8 @@ def reload(daemon: ControlClient, as_json: bool) -> None:
         print_line("ignored until a restart: " + ", ".join(reply["ignored"]))
     for endpoint in reply["dropped_peers"]:
         print_line(f"dropped peer {endpoint}")
-    if connections := reply["closed_connections"]:
-        print_line(f"peers' connections to this node closed: {connections} (admitted peers connect again)")
+    if reply["closes_connections"]:
+        print_line("closed peers' connections to this node (admitted peers connect again)")
     if closed := reply["closed_sessions"]:
         print_line(f"closed {format_count(closed, 'session')} of users who are no longer allowed")
 

@@ -135,8 +135,8 @@ class ConnectionGuard:
             if connection.duplicate is not None:
                 connection.duplicate.close()
 
-    def shut_all(self) -> int:
-        """Have every connection shut that libzmq has accepted; return how many are known. From any thread.
+    def shut_all(self) -> None:
+        """Have every connection shut that libzmq has accepted. From any thread.
 
         The guard's thread does it once it has heard of all that came before, as soon as descriptors are free.
         libzmq sees the end of the stream and closes its side. A peer that is still admitted connects again in
@@ -145,7 +145,6 @@ class ConnectionGuard:
         with self._wake_lock:
             if not self._is_closed:
                 os.eventfd_write(self._wake_fd, 1)
-        return len(self._connections) + len(self._untracked)
 
     def count_message(self, fd: int) -> None:
         """Record that a message was read which came over libzmq's descriptor `fd`."""
@@ -199,6 +198,7 @@ class ConnectionGuard:
             if not self._handle_monitor_event():
                 return False
         self._unshut = {*self._connections, *self._untracked}
+        log.info("peer connections closed", connections=len(self._unshut))
         return True
 
     def _shut_some(self) -> None:

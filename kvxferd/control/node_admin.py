@@ -45,7 +45,7 @@ class ReloadResult(msgspec.Struct, frozen=True, kw_only=True):
     ignored: list[str]  # settings that differ too, but need a restart
     dropped_peers: list[Endpoint]  # peers that this node was connected to
     closed_sessions: int
-    closed_connections: int = 0  # to the peer socket
+    closes_connections: bool  # to the peer socket: an entry of an allow-list was removed
 
 
 class NodeAdmin:

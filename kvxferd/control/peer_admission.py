@@ -26,26 +26,26 @@ MAX_LOGGED_KEYS = 16  # in the line of a changed keys file
 class AllowlistUse(NamedTuple):
     """What a change of the allow-lists came to.
 
-    must_shut: an entry was removed, so that connections to this node must be shut; who is still admitted
-    connects again.
+    closes_connections: an entry was removed, so that connections to this node are shut; who is still
+    admitted connects again.
     """
 
     dropped_peers: list[Endpoint]
-    must_shut: bool
+    closes_connections: bool
 
 
 class PeerAdmission:
     """The node's key and allow-lists.
 
-    `use_allowlist` hands new ones to the node, and returns the peers that it dropped; `shut_connections`
-    returns how many it shut. Raises ConfigError where a key or the keys file cannot be read.
+    `use_allowlist` hands new ones to the node, and returns the peers that it dropped. Raises ConfigError
+    where a key or the keys file cannot be read.
     """
 
     def __init__(
         self,
         config: PeerConfig,
         use_allowlist: Callable[[PeerAllowlist], list[Endpoint]],
-        shut_connections: Callable[[], int],
+        shut_connections: Callable[[], None],
     ) -> None:
         self._config = config
         self._use_allowlist = use_allowlist
@@ -78,12 +78,14 @@ class PeerAdmission:
         allowlist = allowlist_of(config, self.key, self._keys_file.keys)
         if allowlist == self.allowlist:
             self._config = config
-            return AllowlistUse([], must_shut=False)
-        must_shut = not allowlist.allows_all_of(self.allowlist)
+            return AllowlistUse([], closes_connections=False)
+        closes_connections = not allowlist.allows_all_of(self.allowlist)
         dropped = self._use_allowlist(allowlist)
         self.allowlist = allowlist
         self._config = config
-        return AllowlistUse(dropped, must_shut)
+        if closes_connections:
+            self._shut_connections()
+        return AllowlistUse(dropped, closes_connections)
 
     def findings(self) -> list[WarningCondition]:
         """Return a warning where the keys file cannot be read."""
@@ -105,5 +107,5 @@ class PeerAdmission:
             removed=sorted(before - after)[:MAX_LOGGED_KEYS],
             num_keys=len(found.keys),
             dropped_peers=used.dropped_peers,
-            closed_connections=self._shut_connections() if used.must_shut else 0,
+            closes_connections=used.closes_connections,
         )

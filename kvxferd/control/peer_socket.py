@@ -176,16 +176,13 @@ class PeerSocket:
         self._is_allowlist_reloaded = True
         self.authenticator.allowlist = allowlist
 
-    def shut_connections(self) -> int:
+    def shut_connections(self) -> None:
         """Have every connection to this node shut; peers that are still admitted connect again.
 
-        Return how many there were. Messages of peers that are not admitted are refused meanwhile.
+        Messages of peers that are not admitted are refused meanwhile.
         """
-        if self._guard is None:
-            return 0  # stopped
-        num_shut = self._guard.shut_all()
-        log.info("peer connections closed", connections=num_shut)
-        return num_shut
+        if self._guard is not None:  # else it is stopped
+            self._guard.shut_all()
 
     def _is_admitted(self, sender: Sender) -> bool:
         """Whether the current allow-lists admit the sender.

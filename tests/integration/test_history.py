@@ -53,7 +53,7 @@ def test_a_request_is_followed_on_both_nodes_and_a_deadline_names_who_did_not_re
     with stopped([there.pid]):
         end = failed_pull(here, sink, ref)
     assert end["silent"] == there.endpoint
-    assert len(here.history(failed="true", kind="pull")) == 3
+    assert len(here.history(3, failed="true", kind="pull")) == 3
 
 
 TCP = {"UCX_TLS": tls_with_cuda("tcp")}

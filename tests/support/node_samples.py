@@ -356,7 +356,7 @@ class StillNode:
             ignored=["http.bind"],
             dropped_peers=[PEER],
             closed_sessions=2,
-            closed_connections=3,
+            closes_connections=True,
         )
 
     def drain(self) -> None:

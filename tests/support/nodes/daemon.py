@@ -20,7 +20,7 @@ from kvxferd.errors import KvxferdError
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.daemon_process import DaemonProcess
 from tests.support.nodes.processes import children, descendants, holds, lives, maps
-from tests.support.nodes.waiting import comes_true
+from tests.support.nodes.waiting import comes_true, wait_until
 from tests.support.python_process import run_kvxferd
 from tests.support.repository import ROOT
 
@@ -91,10 +91,18 @@ class Daemon(DaemonProcess):
         pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
         return {series: float(value) for series, _, value in pairs}
 
-    def history(self, **query: str) -> list[dict[str, Any]]:
-        """The records of this test that the query finds."""
-        records = self.control.get(f"/v1/history?{urlencode(query)}")["records"]
-        return [record for record in records if record["ended_at"] >= self._began_at]
+    def history(self, at_least: int = 1, **query: str) -> list[dict[str, Any]]:
+        """The records of this test that the query finds, once so many are there.
+
+        A worker hears from its mover that a pull is delivered, maybe before the daemon has.
+        """
+
+        def found() -> list[dict[str, Any]]:
+            records = self.control.get(f"/v1/history?{urlencode(query)}")["records"]
+            return [record for record in records if record["ended_at"] >= self._began_at]
+
+        wait_until(lambda: len(found()) >= at_least, lambda: f"{at_least} records of {query} in {found()}")
+        return found()
 
     def log_text(self) -> str:
         """What it has logged in this test."""
