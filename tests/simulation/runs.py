@@ -8,7 +8,9 @@ import gc
 import logging
 import os
 import random
+import resource
 import select
+import signal
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -26,7 +28,8 @@ from tests.simulation.episode import Episode, Plan, Result, Size
 from tests.simulation.interposed import functions_with_clocks
 from tests.simulation.kernel import SimulationError, close_all_but
 
-STUCK_S = 100.0  # of real time, after which the episode's process shows where it is, and ends
+STUCK_S = 100  # of processor time, after which the episode's process shows where it is, and ends
+STANDS_STILL_S = 1800.0  # of real time: it waits for nothing; another program may have the machine for long
 STACK_BYTES = 1 << 20  # of a thread, of which an episode may have hundreds
 LARGE_EVERY = 4  # one episode of so many is a large one
 LARGE = Size(nodes=3, engines=6, faults=80)
@@ -44,7 +47,7 @@ class _Run:
     stacks: IO[bytes]
 
 
-def start(work: Callable[[], bytes], core: int | None, stuck_s: float = STUCK_S) -> _Run:
+def start(work: Callable[[], bytes], core: int | None, stuck_s: int = STUCK_S) -> _Run:
     """Start an episode, or another work, in a process of its own, which the simulated kernel takes over."""
     functions_with_clocks()  # once for all episodes
     reading, writing = os.pipe()
@@ -60,7 +63,9 @@ def start(work: Callable[[], bytes], core: int | None, stuck_s: float = STUCK_S)
                 os.sched_setaffinity(0, {core})  # of its threads one runs at a time
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # and hands over in one switch
             faulthandler.enable(stacks)
-            faulthandler.dump_traceback_later(stuck_s, exit=True, file=stacks)
+            faulthandler.dump_traceback_later(STANDS_STILL_S, exit=True, file=stacks)
+            faulthandler.register(signal.SIGXCPU, file=stacks, chain=True)
+            resource.setrlimit(resource.RLIMIT_CPU, (stuck_s, stuck_s + 5))
             _thread.stack_size(STACK_BYTES)
             found = work()
             with open(writing, "wb", closefd=False) as out:
