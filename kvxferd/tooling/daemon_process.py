@@ -15,8 +15,6 @@ from kvxferd.tooling.control_client import SOCKET_NAME, ControlClient
 from kvxferd.tooling.owned_process import OwnedProcess
 
 READY_TIMEOUT_S = 60.0  # a cold start on a busy machine
-# A daemon that responds "not ready" for this long has a reason that will not pass.
-NOT_READY_TIMEOUT_S = 15.0
 _READY_POLL_S = 0.02
 
 
@@ -75,8 +73,6 @@ class DaemonProcess(OwnedProcess):
             why = self._why_not_ready()
             if why == "":
                 return
-            if why is not None and reason is None:
-                deadline = min(deadline, time.monotonic() + NOT_READY_TIMEOUT_S)
             reason = reason if why is None else why
             time.sleep(_READY_POLL_S)
         raise KvxferdError(
