@@ -30,7 +30,7 @@ from kvxferd.plan import MAX_RUNS
 from kvxferd.wire import mover as wire
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import TO_MOVER, encode
-from kvxferd.wire.common import BlockIds, FdBatch, Message
+from kvxferd.wire.common import BlockIds, FdBatch, Message, Refusal
 from kvxferd.wire.fd_batches import FdBatchAssembly
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.worker import RegionExport, TicketDelivered
@@ -267,22 +267,17 @@ class MoverLoop:
             self._open_delivery_socket(delivery_fd)
             self._watch_worker(worker)
             self._bind_reply = bound
-        except KvxferdError as error:
-            self._bind_reply = wire.BindRefused(code=error.code, message=error.message)
         except Exception as error:
-            _LOG.exception("memory not bound")
-            self._bind_reply = wire.BindRefused(code=Code.INTERNAL, message=f"cannot bind: {error!r}")
+            refusal = _refusal_of(error, "bind")
+            self._bind_reply = wire.BindRefused(code=refusal.code, message=refusal.message)
 
     def _map_fence(self, message: wire.MapFence, fd: int) -> wire.FenceMapped | wire.FenceRefused:
         """Map a page, or return why not. A page that cannot be used concerns its session alone."""
         try:
             return self._bindings.map_fence(message.session, message.size_bytes, fd)
-        except KvxferdError as error:
-            return wire.FenceRefused(session=message.session, code=error.code, message=error.message)
         except Exception as error:
-            _LOG.exception("fence page not mapped: session=%d", message.session)
-            text = f"cannot map a fence page: {error!r}"
-            return wire.FenceRefused(session=message.session, code=Code.INTERNAL, message=text)
+            refusal = _refusal_of(error, "map a fence page")
+            return wire.FenceRefused(session=message.session, code=refusal.code, message=refusal.message)
 
     def _open_delivery_socket(self, fd: int) -> None:
         """Send deliveries to the worker by this descriptor. Where it is no socket, the daemon sends them.
@@ -339,3 +334,14 @@ class MoverLoop:
         if message.on:
             self._transport.progress()
             self._send(wire.Polling(token=message.token))
+
+
+def _refusal_of(error: Exception, aim: str) -> Refusal:
+    """Return what the daemon is told of an error. One that nobody expects is logged, too."""
+    match error:
+        case KvxferdError():
+            return Refusal(error.code, error.message)
+        case OSError():
+            return Refusal(Code.BUSY, f"cannot {aim}: {error.strerror}; try again later")
+    _LOG.error("not done: %s", aim, exc_info=error)
+    return Refusal(Code.INTERNAL, f"cannot {aim}: {error!r}; see the log")

@@ -8,10 +8,11 @@ import resource
 import socket
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from kvxferd.errors import ProtocolError
+from kvxferd.errors import Code, ProtocolError
 from kvxferd.frame_socket import FrameSocket, dup_fds
 from kvxferd.ids import AgentName, GroupName, MoverId, RegionId
 from kvxferd.memory import SealedMemory
@@ -22,7 +23,7 @@ from kvxferd.wire.codec import encode
 from kvxferd.wire.common import BlockIds, FdBatch
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
-from kvxferd.wire.mover import Bind, Polling
+from kvxferd.wire.mover import Bind, Bound, Polling
 from kvxferd.wire.worker import RegionExport
 from tests.support.memory_transport import Fabric, MemoryTransport
 from tests.support.open_fds import num_open_fds
@@ -120,10 +121,10 @@ def test_a_bind_without_descriptors_binds_nothing_and_may_come_again(monkeypatch
     daemon, stream = FrameSocket(ours), FrameSocket(theirs)
     transport, watched = MemoryTransport(Fabric(), AgentName("a")), []
     mover = MoverLoop(stream, transport, PollBackoff(lambda: False), watched.append)
-    replies: list[str] = []
+    replies: list[Any] = []
     with SealedMemory.create(4096) as memory, socket.socket() as deliveries:
         bind = Bind(regions=(RegionExport(region=RegionId("r"), size_bytes=4096, fd_index=0),))
-        monkeypatch.setattr(mover, "_send", lambda message: replies.append(type(message).__name__))
+        monkeypatch.setattr(mover, "_send", replies.append)
         frame = Frame(encode(bind), (memory.fd, deliveries.fileno(), os.pidfd_open(os.getpid())))
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Room for one copy of the two.
@@ -133,10 +134,10 @@ def test_a_bind_without_descriptors_binds_nothing_and_may_come_again(monkeypatch
             mover._send_bind_reply()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert (replies, watched) == (["BindRefused"], [])
+        assert (replies[0].code, watched) == (Code.BUSY, [])
         mover._handle(frame)
         mover._send_bind_reply()
-        assert replies[1] == "Bound"
+        assert isinstance(replies[1], Bound)
         os.close(frame.fds[2])
     transport.close()
     mover.close()
