@@ -650,10 +650,14 @@ class Worker:
         )
 
     def republish(self, transfer: Transfer) -> None:
-        """Publish another request by an id that is used, which the client refuses."""
+        """Publish another request by an id that is used, which the client refuses. One that was refused is not."""
         if not self.is_ready or "client.publishes MAX_USED_IDS" in self.world.traits.low_numbers:
             return
         assert self.handle is not None
+        for event in self.handle.poll():
+            self._handle(event)
+        if transfer.refused is not None:
+            return
         try:
             self.handle.publish(transfer.transfer_id, transfer.parts[0], transfer.num_tokens)
         except KvxferdError as error:
