@@ -650,7 +650,10 @@ class Worker:
         )
 
     def republish(self, transfer: Transfer) -> None:
-        """Publish another request by an id that is used, which the client refuses. One that was refused is not."""
+        """Publish another request by an id that is used, which the client refuses.
+
+        The id of a refused publish is not used.
+        """
         if not self.is_ready or "client.publishes MAX_USED_IDS" in self.world.traits.low_numbers:
             return
         assert self.handle is not None
