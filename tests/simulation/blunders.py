@@ -41,12 +41,14 @@ def _with_ref(**changed: str) -> Callable[[Call], Call]:
 
 
 def _with_ids(change: Callable[[list[int]], list[int]]) -> Callable[[Call], Call]:
-    """Change the block ids of the first group."""
+    """Change the block ids of the first group that has tokens. Of a state the last id alone counts."""
 
     def act(call: Call) -> Call:
-        name, listed = next(iter(call.lists.items()))
-        ids = change([*listed.ids])
-        return call._replace(lists={**call.lists, name: dataclasses.replace(listed, ids=ids)})
+        for name, listed in call.lists.items():
+            if listed.state_at < 0:
+                ids = change([*listed.ids])
+                return call._replace(lists={**call.lists, name: dataclasses.replace(listed, ids=ids)})
+        return call
 
     return act
 
@@ -106,7 +108,9 @@ class Blunders:
         if what == "pull":
             assert worker.shape is not None
             lists = own_lists(worker.shape.layout, lists)
-        call = change(Call(transfer.ref, lists))
+        right = Call(transfer.ref, lists)
+        if (call := change(right)) == right:
+            return
         answers: list[object] = []
         self._world.tell("blunder", f"{worker.name} calls {what} with {name}")
         worker.do(partial(self._run, worker, what, call, answers))
