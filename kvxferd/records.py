@@ -10,9 +10,10 @@ from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Generation, Grant
 # Where a pull's time goes, in the order in which it passes. None contains another, and they add up to it.
 PHASES = ("handshake", "grant", "connect", "queue", "plan", "post", "wire", "fence", "other")
 PULL_OUTCOMES = ("delivered", "failed", "cancelled")
-# Where a pull is that has not ended: the engine, or the grant, is requested; the grant is held, or has ended,
-# and the rank has no mover; the mover has it, or was sent its cancel; it has failed and may still be written.
-PULL_STATES = ("handshake", "grant", "held", "ended", "posted", "stopping", "in-doubt")
+# Where a pull is that has not ended: its engine is requested, its reads are planned, its grant is requested;
+# the grant is held, or has lapsed, and nothing is read; the mover has it, or was sent its cancel; it failed,
+# and its blocks may still be written.
+PULL_STATES = ("handshake", "plan", "grant", "held", "lapsed", "posted", "stopping", "in-doubt")
 # Why a transfer is released.
 RELEASE_REASONS = (
     *(Code.COMPLETED, Code.ABANDONED, Code.LEASE_EXPIRED, Code.CANCELLED, Code.UNPUBLISHED),
@@ -197,9 +198,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int
     tp_size: int
     num_layers: int
-    complete: bool
-    lacking: tuple[Rank, ...]
-    problem: str  # why a complete engine cannot be read; "" when it can
+    complete: bool  # this is its home, and all its ranks can be read
+    lacking: tuple[Rank, ...]  # at its home
     home: Endpoint
     ranks: tuple[RankSnapshot, ...]
 

@@ -91,7 +91,9 @@ def engine_state(engine: EngineSnapshot) -> str:
 
 
 def _problem(engine: EngineSnapshot) -> str:
-    return "lacks " + ", ".join(map(str, engine.lacking)) if engine.lacking else engine.problem
+    if engine.lacking:
+        return "lacks " + ", ".join(map(str, engine.lacking))
+    return "" if engine.complete else "aggregated at its home"
 
 
 def format_placement(rank: RankSnapshot) -> str | None:

@@ -6,7 +6,7 @@ from kvxferd.core.ranks.rank import RankState
 from kvxferd.records import EngineSnapshot
 
 RANK_STATES = (*(state.value for state in RankState if state is not RankState.GONE), "remote")
-ENGINE_STATES = ("readable", "unreadable", "incomplete", "member")
+ENGINE_STATES = ("readable", "incomplete", "member")
 PEER_STATES = ("connecting", "up", "silent")
 # RDMA; GPU transports; one copy from process to process; TCP.
 TRANSPORT_CLASSES = ("rdma", "gpu", "copy", "tcp", "other")
@@ -27,7 +27,7 @@ def transport_class(transports: str) -> str:
 
 def engine_state(engine: EngineSnapshot) -> str:
     """Return which of `ENGINE_STATES` the engine is in."""
-    if not engine.complete:
-        # All local ranks are present; the home daemon, on another node, assembles the engine.
-        return "incomplete" if engine.lacking else "member"
-    return "unreadable" if engine.problem else "readable"
+    if engine.complete:
+        return "readable"
+    # All local ranks are present; the home daemon, on another node, assembles the engine.
+    return "incomplete" if engine.lacking else "member"

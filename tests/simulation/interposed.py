@@ -456,5 +456,6 @@ def _install_chance(seed: int) -> None:
 
 
 def set_on(place: Any, name: str, value: object) -> None:
-    """Replace a name of a module or a class."""
+    """Replace a name of a module or a class, which must have it: one that has gone is replaced in vain."""
+    assert hasattr(place, name), f"{place} has no {name}"
     setattr(place, name, value)

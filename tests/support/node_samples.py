@@ -92,7 +92,6 @@ def node_snapshot(*, draining: bool = False) -> NodeSnapshot:
         num_layers=16,
         complete=True,
         lacking=(),
-        problem="",
         home=Endpoint("tcp://10.0.0.1:9441"),
         ranks=(rank_snapshot(Rank(0, 0)), rank_snapshot(Rank(0, 1))),
     )
@@ -104,7 +103,6 @@ def node_snapshot(*, draining: bool = False) -> NodeSnapshot:
         num_layers=32,
         complete=False,
         lacking=(Rank(1, 0),),
-        problem="",
         home=Endpoint("tcp://10.0.0.1:9441"),
         ranks=(rank_snapshot(Rank(0, 0), "mapping"),),
     )

@@ -123,7 +123,6 @@ def _engine_snapshot(
         num_layers=engine.spec.num_layers,
         complete=is_home and not lacking,
         lacking=lacking if is_home else (),
-        problem="" if is_home else "aggregated at its home",
         home=engine.spec.home or endpoint,
         ranks=tuple(_rank_snapshot(record, movers) for _, record in sorted(engine.ranks.items())),
     )

@@ -10,9 +10,11 @@ import pytest
 from kvxferd.core import events as ev
 from kvxferd.core.peers.routes import MAX_ROUTES, PeerRoutes
 from kvxferd.core.ranks.rank import RankState
+from kvxferd.core.sink.held_grant import GrantState
+from kvxferd.core.sink.pull import PullPhase
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
-from kvxferd.records import RELEASE_REASONS
+from kvxferd.records import PULL_STATES, RELEASE_REASONS
 from kvxferd.telemetry.gauges import RANK_STATES
 from kvxferd.wire import peer
 from kvxferd.wire import worker as wk
@@ -44,6 +46,8 @@ def test_a_peer_that_was_up_is_silent_once_its_reply_is_overdue_and_up_when_it_c
 
 def test_states_and_reasons_are_those_of_the_core() -> None:
     assert {*RankState, "remote"} - {RankState.GONE} == set(RANK_STATES)
+    waiting = {*GrantState} - {GrantState.REFUSED, GrantState.ENDED}  # with either the pull has ended
+    assert {*waiting, PullPhase.POSTED, PullPhase.STOPPING, PullPhase.IN_DOUBT} == set(PULL_STATES)
     assert set(RELEASE_REASONS) < set(Code)
 
 
