@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -20,13 +20,17 @@ from kvxferd.wire.mover import DropPlan, DropRemote, LoadPlan, LoadRemote
 RETIRED_S = 10.0
 # The plans of a mover, as they are decoded there. The largest has 30 MiB; a node keeps 160 MiB of them.
 MAX_PLAN_BYTES_PER_MOVER = 64 << 20
-# What a mover has loaded of one peer's agents: two of the largest manifests. A grant brings metadata of a
-# fence page, 400 bytes; a peer that sends another 2 MiB with each would fill the daemon and the mover.
-MAX_LOADED_BYTES_PER_PEER = 32 << 20
+# What a mover has loaded of one peer's agents. Those of 64 ranks in 8,192 pieces each take 52 MB. A grant
+# brings metadata of a fence page, 400 bytes; a peer that sends another 2 MiB with each would fill the daemon
+# and the mover.
+MAX_LOADED_BYTES_PER_PEER = 64 << 20
 # Of one peer, whose grants each name an agent: two of the largest engines, 4 MiB.
 MAX_AGENTS_PER_PEER = 8192
 REMOTE_OVERHEAD_BYTES = 256  # of each agent, beside its metadata: an estimate
 STUCK_S = 2.0  # a resident mover that must end is gone within milliseconds, or is stuck in its library
+
+
+RemoteMetadata = tuple[AgentName, bytes, int]  # an agent, its metadata, and `word` as in `LoadRemote`
 
 
 class MoverState(Enum):
@@ -194,30 +198,29 @@ class Movers:
             del mover.plans[digest]
             self._context.emit(SendToMover(mover.mover_id, DropPlan(digest=digest)))
 
-    def load_remote(
-        self, mover: MoverId, peer: Endpoint, agent: AgentName, metadata: bytes, word: int = 0
-    ) -> None:
-        """Send the agent's metadata to the mover, unless it has it; `word`: as in `LoadRemote`.
+    def load_remotes(self, mover: MoverId, peer: Endpoint, wanted: Sequence[RemoteMetadata]) -> None:
+        """Send what one grant reads to the mover, unless it has it.
 
-        Raises PeerError where another peer named the agent first: the library would replace the way to it.
+        Raises PeerError where another peer named an agent first: the library would replace the way to it.
         """
         known = self._movers[mover]
-        if agent not in known.remotes or not known.remotes[agent].loaded:
-            self._drop_stale(known)
-        remote = known.remotes.get(agent) or self._add_agent(known, peer, agent)
-        is_loaded = metadata in remote.loaded
-        if remote.peer != peer and not is_loaded:
-            raise PeerError(
-                f"cannot read from agent {agent} as {peer} describes it: it is an agent of {remote.peer}",
-                Code.BAD_FRAME,
-            )
-        remote.last_used = self._context.now
-        known.remotes[agent] = known.remotes.pop(agent)  # the last one
-        if not is_loaded:
-            self._make_room(known, peer, _loaded_size(metadata))
-            remote.loaded.add(metadata)
-            known.loaded_bytes_of[peer] += _loaded_size(metadata)
-            self._context.emit(SendToMover(mover, LoadRemote(agent=agent, metadata=metadata, word=word)))
+        self._drop_stale(known)
+        for agent, metadata, _ in wanted:
+            remote = known.remotes.get(agent) or self._add_agent(known, peer, agent)
+            if remote.peer != peer and metadata not in remote.loaded:
+                raise PeerError(
+                    f"cannot read from agent {agent} as {peer} describes it: it is an agent of {remote.peer}",
+                    Code.BAD_FRAME,
+                )
+            remote.last_used = self._context.now
+            known.remotes[agent] = known.remotes.pop(agent)  # the last one
+        self._make_room(known, peer, wanted)
+        for agent, metadata, word in wanted:
+            remote = known.remotes[agent]
+            if metadata not in remote.loaded:
+                remote.loaded.add(metadata)
+                known.loaded_bytes_of[peer] += _loaded_size(metadata)
+                self._context.emit(SendToMover(mover, LoadRemote(agent=agent, metadata=metadata, word=word)))
 
     def _add_agent(self, mover: Mover, peer: Endpoint, agent: AgentName) -> RemoteAgent:
         if mover.num_agents_of[peer] == MAX_AGENTS_PER_PEER:
@@ -239,13 +242,17 @@ class Movers:
         self.drop_remote(mover.mover_id, agent)
         decrease(mover.num_agents_of, mover.remotes.pop(agent).peer)
 
-    def _make_room(self, mover: Mover, peer: Endpoint, num_bytes: int) -> None:
-        """Drop agents of that peer, the longest unused first. A pull that needs one loads it again."""
-        if mover.loaded_bytes_of[peer] + num_bytes <= MAX_LOADED_BYTES_PER_PEER:
-            return
-        for agent in [agent for agent, remote in mover.remotes.items() if remote.peer == peer]:
-            if mover.loaded_bytes_of[peer] + num_bytes > MAX_LOADED_BYTES_PER_PEER:
-                self.drop_remote(mover.mover_id, agent)
+    def _make_room(self, mover: Mover, peer: Endpoint, wanted: Sequence[RemoteMetadata]) -> None:
+        """Drop agents of that peer, the longest unused first. A pull that needs one loads it again.
+
+        What one grant reads may be more than the limit: it is loaded all the same.
+        """
+        more = [metadata for agent, metadata, _ in wanted if metadata not in mover.remotes[agent].loaded]
+        most = MAX_LOADED_BYTES_PER_PEER - sum(map(_loaded_size, more))
+        for agent in [agent for agent, remote in mover.remotes.items() if more and remote.peer == peer]:
+            if mover.loaded_bytes_of[peer] <= most:
+                return
+            self.drop_remote(mover.mover_id, agent)
 
     def drop_remote(self, mover: MoverId, agent: AgentName) -> None:
         """Have the mover drop the agent's metadata: a read from it failed, or it is long unused.

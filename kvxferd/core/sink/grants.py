@@ -306,8 +306,7 @@ class GrantClient:
         granted, bindings = hold.granted, [hold.remote.ranks[rank].binding for rank in hold.reads.sources]
         agents = [(binding.agent, binding.metadata, _host_word_address(binding)) for binding in bindings]
         agents.append((granted.fence_agent, granted.fence_metadata, granted.fence_address))
-        for agent, metadata, word in agents:
-            self._movers.load_remote(hold.rank.mover, hold.ref.endpoint, agent, metadata, word)
+        self._movers.load_remotes(hold.rank.mover, hold.ref.endpoint, agents)
 
     # --- renewal
 

@@ -91,7 +91,7 @@ def test_requests_that_wait_for_a_long_list_are_not_all_granted_in_one_turn(worl
     With a copy of the list for each request, 60 of them for 15 MiB silenced the source for 6 s and took 1 GB.
     Each pull asks for its own block alone.
     """
-    num_ids, num_requests = IDS_PER_MIB, 48
+    num_ids, num_requests = 15 * IDS_PER_MIB, 256
     source, sink = rank(world, "p", "prefill", num_ids), rank(world, "d", "decode")
     ref = source.publish("t", ids(0, num_ids), num_ids, ready_tokens=0, num_readers=2)  # one is not the last
     tickets = [pull_last(sink, ref, num_ids, num_ids - 1) for _ in range(num_requests)]
@@ -104,7 +104,7 @@ def test_requests_that_wait_for_a_long_list_are_not_all_granted_in_one_turn(worl
 
 def test_replies_with_long_lists_are_made_in_several_turns(world, monkeypatch):
     """A peer asks for the whole list many times, which no honest reader does."""
-    num_ids, num_requests = IDS_PER_MIB, 48
+    num_ids, num_requests = 15 * IDS_PER_MIB, 256
     source = rank(world, "p", "prefill", num_ids)
     ref = source.publish("t", ids(0, num_ids), num_ids, ready_tokens=0, num_readers=2)
     reads = ((Rank(0, 0), mover_of(source).agent),)

@@ -9,6 +9,7 @@ from kvxferd.core import events as ev
 from kvxferd.core.limits.table import GRANTS, WAITING_BYTES
 from kvxferd.core.peers.manifest_checks import LayoutCache, check_manifest, checked_layouts
 from kvxferd.core.ranks import home as core_home
+from kvxferd.core.ranks.movers import MAX_LOADED_BYTES_PER_PEER
 from kvxferd.core.sink.manifests import MAX_ENGINES_PER_PEER
 from kvxferd.core.source import grants as grant_server
 from kvxferd.core.source.transfer_table import MAX_READERS
@@ -19,7 +20,7 @@ from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, TransferRef
-from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_METADATA_BYTES, MAX_PEER_MESSAGE_BYTES
+from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_METADATA_BYTES
 from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import (
     Acknowledge,
@@ -124,11 +125,13 @@ def test_what_a_peer_says_of_its_agents_does_not_pile_up(world, source, sink):
     mover = movers.get(number)
     assert mover is not None
     (honest,) = mover.remotes
-    liar, most = Endpoint("tcp://liar:9441"), 2 * MAX_PEER_MESSAGE_BYTES
-    for agent in ("a", "b") * 25:
-        movers.load_remote(number, liar, agent, world.rng.randbytes(16) + bytes(MAX_METADATA_BYTES - 16))
+    liar = Endpoint("tcp://liar:9441")
+    for agent in ("a", "b") * 50:
+        metadata = world.rng.randbytes(16) + bytes(MAX_METADATA_BYTES - 16)
+        movers.load_remotes(number, liar, [(agent, metadata, 0)])
         of_liar = [name for name in mover.remotes if name != honest]
-        assert sum(len(metadata) for name in of_liar for metadata in mover.remotes[name].loaded) <= most
+        loaded = sum(len(metadata) for name in of_liar for metadata in mover.remotes[name].loaded)
+        assert loaded <= MAX_LOADED_BYTES_PER_PEER
     for agent in [*of_liar, honest]:
         movers.drop_remote(number, agent)
     assert not mover.loaded_bytes_of
@@ -167,7 +170,7 @@ def test_an_agent_stays_the_peers_that_named_it_first_when_a_read_has_failed(wor
     movers, (mover,) = sink.host.node.movers, sink.host.movers
     movers.drop_remote(mover, agent)
     with pytest.raises(PeerError, match=f"it is an agent of {source.host.endpoint}"):
-        movers.load_remote(mover, Endpoint("tcp://liar:9441"), agent, b"elsewhere")
+        movers.load_remotes(mover, Endpoint("tcp://liar:9441"), [(agent, b"elsewhere", 0)])
     again = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
     assert isinstance(sink.ended(again), wk.TicketDelivered)
 

@@ -21,11 +21,11 @@ def test_the_agents_that_a_peer_names_are_bounded_and_push_out_its_own_alone(
     assert mover is not None
     honest, liar = set(mover.remotes), Endpoint("tcp://liar:9441")
     for name in "abcde":
-        movers.load_remote(number, liar, name, b"metadata")
+        movers.load_remotes(number, liar, [(name, b"metadata", 0)])
     assert set(mover.remotes) == honest | set("cde")
     assert mover.num_agents_of[liar] == 3
     for name in "bcdef":
-        movers.load_remote(number, liar, name, b"metadata")
+        movers.load_remotes(number, liar, [(name, b"metadata", 0)])
     assert set(mover.remotes) == honest | set("def")
 
 

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
+import pytest
 
 from kvxferd.core import Settings
 from kvxferd.core.source import manifests as source_manifests
 from kvxferd.errors import Code
+from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.common import Message
+from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK
 from kvxferd.wire.peer import ManifestReply, ManifestRequest
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Mover, Worker, World, spec_of
 
 
 def fetch(world, host, engine="prefill", generation="g1", wait_s=5.0, pp_aware=True):
@@ -169,3 +173,53 @@ def test_of_a_manifest_no_more_is_asked_for_than_its_user_may_keep(world, monkey
     monkeypatch.setattr(share, "limit", 6000)
     ticket = sink[0].pull(source[0].publish("t", IDS, TOKENS), SINK_IDS, TOKENS)
     assert (sink[0].ended(ticket).code, share.held) == (Code.BUSY, 0)
+
+
+class SegmentedMover(Mover):
+    """A mover whose memory is in as many pieces as a rank may have, with NIXL's metadata of each."""
+
+    are_alike = True
+
+    def say(self, message: Message) -> None:
+        """Send a message; what is bound is in pieces."""
+        if isinstance(message, mv.Bound) and self.worker.spec.engine_id == "prefill":
+            (region,) = message.regions
+            size = region.size_bytes // MAX_DESCRIPTORS_PER_RANK
+            pieces = ((MAX_DESCRIPTORS_PER_RANK, size),)
+            if not self.are_alike:
+                pieces = ((1, size - 1), (1, size + 1)) * (MAX_DESCRIPTORS_PER_RANK // 2)
+            regions = (msgspec.structs.replace(region, pieces=pieces),)
+            metadata = bytes(100 * MAX_DESCRIPTORS_PER_RANK)
+            message = msgspec.structs.replace(message, regions=regions, metadata=metadata)
+        super().say(message)
+
+
+class UnevenlySegmentedMover(SegmentedMover):
+    """Its pieces are each unlike the next."""
+
+    are_alike = False
+
+
+@pytest.mark.parametrize(
+    ("mover_type", "num_ranks", "code"),
+    [
+        (SegmentedMover, 64, None),
+        (UnevenlySegmentedMover, 32, None),
+        (UnevenlySegmentedMover, 33, Code.REGION_INVALID),
+    ],
+)
+def test_an_engine_of_many_ranks_in_many_pieces_is_read(
+    world: World, mover_type: type[Mover], num_ranks: int, code: Code | None
+) -> None:
+    """Its manifest has 52 MB. Of pieces that are all unlike an engine has 262,144 at most."""
+    world.mover_type = mover_type
+    sources = world.engine(world.host("p"), "prefill", pp=num_ranks, layers=num_ranks, block_tokens=64)
+    (sink,) = world.engine(world.host("d"), "decode", layers=num_ranks, block_tokens=64)
+    for source in sources:
+        source.fill([3], TOKENS, seed=1)
+    ref = sources[0].publish("t", [3], TOKENS)
+    for source in sources:
+        source.ready("t")
+    ticket = sink.pull(ref, [7], TOKENS)
+    assert getattr(sink.ended(ticket), "code", None) is code
+    assert code is not None or sink.num_wrong([7], TOKENS, seed=1) == 0
