@@ -18,6 +18,7 @@ import msgspec
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.core.ranks.rank import RankRecord
 from kvxferd.errors import Code
 from kvxferd.ids import (
     AgentName,
@@ -39,7 +40,7 @@ from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Message, RankIncarnations, RegionAddress, TransferRef
+from kvxferd.wire.common import Message, RankIncarnations, RankManifest, RegionAddress, TransferRef
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 from kvxferd.wire.peer import PEER_VERSIONS, PeerWelcome
 from tests.support.sim.node import LIBRARY, SimNode
@@ -688,6 +689,11 @@ def two_users(world: World) -> tuple[Worker, Worker]:
         for number, uid in enumerate((FIRST, SECOND), 1)
     )
     return first, second
+
+
+def manifest_of(record: RankRecord) -> RankManifest:
+    """Return what readers get of a rank."""
+    return msgspec.msgpack.decode(record.encoded_manifest(), type=RankManifest)
 
 
 def mover_of(worker: Worker) -> Mover:

@@ -182,9 +182,9 @@ OWNED_RANKS = Limit(
 MEMBER_BYTES = Limit(
     "member_bytes",
     256 << 20,
-    "manifests of ranks of other nodes whose home this is",
+    "manifests of ranks of other nodes whose home this is, their metadata twice: also as readers get it",
     "`busy`",
-    "The largest engine has 4,096 ranks, which take 20 MiB with 40 regions and 1 KiB of metadata "
+    "The largest engine has 4,096 ranks, which take 24 MiB with 40 regions and 1 KiB of metadata "
     "each; 4,096 of the largest manifest would be 8 GiB",
     is_of_peers=True,
     retry_after_s=RETRY_LATER_S,

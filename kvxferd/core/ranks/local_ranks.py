@@ -273,7 +273,7 @@ class LocalRanks:
                 session, Refusal(Code.INTERNAL, "cannot use the mover: it mapped other regions")
             )
             return
-        rank.addresses, rank.metadata = message.regions, message.metadata
+        rank.set_bound(message.regions, message.metadata)
         record_placement(self._context, rank, message.placement)
         if self._registry.is_home(rank.spec):
             self._make_ready(session, rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToPeer, SendToWorker
@@ -16,7 +17,7 @@ from kvxferd.core.ranks.rank import LocalRank, RankState
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, TransferId
-from kvxferd.wire.common import Refusal
+from kvxferd.wire.common import RankManifest, Refusal
 from kvxferd.wire.peer import (
     JoinRank,
     LeaveRank,
@@ -74,7 +75,7 @@ class Member:
         message = JoinRank(
             request=self._peer_requests.next_id(),
             boot=self._context.boot,
-            manifest=rank.manifest(),
+            manifest=cast(RankManifest, rank.encoded_manifest()),
             secret=self._secret,
         )
         self._replace_join(rank, message.request)

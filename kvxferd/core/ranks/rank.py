@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import ClassVar
 
+import msgspec
+
 from kvxferd.core.peers.remote_engine import manifest_bytes
 from kvxferd.ids import AgentName, BootId, GroupName, Incarnation, MoverId, SessionId, TransferId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, block_bytes
 from kvxferd.plan import BlockRules, TransferTopology, block_rules
 from kvxferd.ucx_log import TransportsUsed
+from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Binding, MeasuredPlacement, RankManifest, RegionAddress
 from kvxferd.wire.peer import Consumer
 from kvxferd.wire.worker import RegionExport
@@ -108,8 +111,7 @@ class LocalRank:
     polling_request: int = 0  # of its home, which gets a reply once the mover polls; 0: there is none
     # What it has reported as written and not heard to be released, the latest: a home that restarts lost it.
     reported: OrderedDict[TransferId, tuple[Incarnation, int]] = field(default_factory=OrderedDict)
-    addresses: tuple[RegionAddress, ...] = ()
-    metadata: bytes = b""
+    encoded: msgspec.Raw | None = None  # its manifest, as readers and its home get it; None: it was not bound
     placement: MeasuredPlacement = field(default_factory=MeasuredPlacement)
     transports_used: tuple[TransportsUsed, ...] = ()  # how its mover has connected so far
     topology: TransferTopology = field(init=False)  # the remote engines that it reads
@@ -146,11 +148,16 @@ class LocalRank:
         """Whether its worker has taken its memory back: the memory's content is gone."""
         return self.state in ASLEEP
 
-    def manifest(self) -> RankManifest:
-        """Return what a reader needs. Only for a rank that has been bound."""
+    def set_bound(self, regions: tuple[RegionAddress, ...], metadata: bytes) -> None:
+        """Record where its mover has its memory."""
         assert self.agent is not None
-        binding = Binding(self.agent, self.metadata, self.addresses, self.incarnation)
-        return RankManifest(self.spec, self.layout, binding)
+        binding = Binding(self.agent, metadata, regions, self.incarnation)
+        self.encoded = msgspec.Raw(encode(RankManifest(self.spec, self.layout, binding)))
+
+    def encoded_manifest(self) -> msgspec.Raw:
+        """Return what a reader needs. Only for a rank that has been bound."""
+        assert self.agent is not None and self.encoded is not None
+        return self.encoded
 
 
 @dataclass(slots=True)
@@ -165,6 +172,7 @@ class MemberRank:
     request: int = 0  # the number of the last `JoinRank` of it
     last_seen_at: float = 0.0  # when it last joined: its heartbeat
     added_by: int = 0  # the number of the `JoinRank` before which the rank was not known; 0: it was
+    encoded: msgspec.Raw | None = None  # the manifest, once a reader has asked for it
     spec: EngineSpec = field(init=False)  # as the rank sent it
     layout: RankLayout = field(init=False)
     rules: BlockRules = field(init=False)
@@ -178,11 +186,14 @@ class MemberRank:
         self.spec, self.layout = self.joined.spec, self.joined.layout
         self.agent, self.incarnation = self.joined.binding.agent, self.joined.binding.incarnation
         self.rules = block_rules(self.layout)
-        self.num_bytes = manifest_bytes([self.joined])
+        # With its metadata in what readers get, too.
+        self.num_bytes = manifest_bytes([self.joined]) + len(self.joined.binding.metadata)
 
-    def manifest(self) -> RankManifest:
-        """Return what a reader needs."""
-        return self.joined
+    def encoded_manifest(self) -> msgspec.Raw:
+        """Return what a reader needs. It is encoded once: a peer may ask for it again and again."""
+        if self.encoded is None:
+            self.encoded = msgspec.Raw(encode(self.joined))
+        return self.encoded
 
 
 RankRecord = LocalRank | MemberRank

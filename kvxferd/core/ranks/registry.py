@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import RANKS
@@ -16,7 +18,7 @@ from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineId, EngineKey, GroupName, Incarnation, Rank
 from kvxferd.layout import EngineSpec
 from kvxferd.plan import BlockRules, ListRules, check_engine, check_same_engine, engine_rules, list_rules
-from kvxferd.wire.common import RankIncarnations, RankManifest
+from kvxferd.wire.common import RankIncarnations
 
 
 @dataclass(slots=True)
@@ -226,10 +228,10 @@ class Registry:
         if not engine.ranks:
             discard(self._engines, engine.key.engine_id, engine.key)
 
-    def manifest(self, engine: LocalEngine, reader: str, pp_aware: bool) -> tuple[RankManifest, ...]:
-        """Return the manifests of all ranks of a complete engine, stage by stage.
+    def manifest(self, engine: LocalEngine, reader: str, pp_aware: bool) -> tuple[msgspec.Raw, ...]:
+        """Return the encoded manifests of all ranks of a complete engine, stage by stage.
 
         Raises NotPPAwareError, which names the reader, where it is not PP-aware and there are later stages.
         """
-        workers = ({rank: record.manifest()} for rank, record in engine.ranks.items())
+        workers = ({rank: record.encoded_manifest()} for rank, record in engine.ranks.items())
         return tuple(aggregate_metadata(workers, reader, pp_aware).values())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import msgspec
+
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.ranks.registry import LocalEngine, Registry
@@ -9,7 +13,6 @@ from kvxferd.core.source.waiting import Obstacle, WaitingRequest, WaitingRequest
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineKey
 from kvxferd.plan import require_pp_aware
-from kvxferd.wire.codec import encode
 from kvxferd.wire.common import RankManifest
 from kvxferd.wire.peer import ManifestReply, ManifestRequest
 
@@ -83,11 +86,12 @@ class HandshakeServer:
         return None
 
 
-def _page(ranks: tuple[RankManifest, ...]) -> tuple[RankManifest, ...]:
-    """Return the first ranks, as many as a reply has."""
+def _page(ranks: tuple[msgspec.Raw, ...]) -> tuple[RankManifest, ...]:
+    """Return the first ranks, as many as a reply has. They stay encoded: nothing here reads them."""
     num_bytes = 0
     for number, rank in enumerate(ranks):
-        num_bytes += len(encode(rank))
+        num_bytes += len(rank)
         if number and num_bytes > MAX_PAGE_BYTES:
-            return ranks[:number]
-    return ranks
+            ranks = ranks[:number]
+            break
+    return cast(tuple[RankManifest, ...], ranks)

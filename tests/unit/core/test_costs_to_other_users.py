@@ -260,3 +260,13 @@ def test_the_pieces_of_a_pull_do_not_each_carry_the_whole_list(world, monkeypatc
     require(is_delivered(sink, ticket), "the pull was lost")
     require(sink.pieces_read == list(range(first + 1, num_ids + 1)), "the pull had other pieces")
     assert sum(map(sum, sent)) <= 4 * num_ids
+
+
+def test_a_manifest_is_encoded_once_however_often_it_is_requested(world, monkeypatch):
+    """A peer asks for an engine of thousands of tensors again and again: 128 times took 5 s of the loop."""
+    source, *_ = world.engine(world.host("p"), "large", pp=2, layers=2)
+    request = ManifestRequest(request=1, engine_id="large", generation="g1", wait_s=1.0, pp_aware=True)
+    monkeypatch.setattr("kvxferd.core.ranks.rank.encode", lambda part: pytest.fail("encoded again"))
+    for number in range(3):
+        (effect,) = source.host.decide(ev.PeerRequest(b"d", msgspec.structs.replace(request, request=number)))
+        assert all(isinstance(rank, msgspec.Raw) for rank in effect.message.ranks)

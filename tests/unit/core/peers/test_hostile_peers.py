@@ -36,7 +36,17 @@ from kvxferd.wire.peer import (
     RequestDone,
     TransferReleased,
 )
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, delivers, spec_of
+from tests.support.simulation import (
+    IDS,
+    SINK_IDS,
+    TOKENS,
+    Host,
+    Worker,
+    World,
+    delivers,
+    manifest_of,
+    spec_of,
+)
 
 
 def tamper(world: World, kind: type[Message], **changes: object) -> None:
@@ -220,7 +230,7 @@ def joining(world: World, worker: Worker, **changes: object) -> JoinRank:
     rank = worker.host.node.sessions[worker.session].rank
     assert rank is not None
     spec = msgspec.structs.replace(rank.spec, **changes)
-    manifest = msgspec.structs.replace(rank.manifest(), spec=spec)
+    manifest = msgspec.structs.replace(manifest_of(rank), spec=spec)
     node = worker.host.node
     return JoinRank(request=7, boot=node.context.boot, manifest=manifest, secret=node.member._secret)
 
@@ -257,7 +267,7 @@ def test_a_manifest_that_makes_no_sense_fails_its_pull(world, source, sink, chan
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     rank = source.host.node.sessions[source.session].rank
     manifest = msgspec.structs.replace(
-        rank.manifest(), spec=msgspec.structs.replace(rank.manifest().spec, **changes)
+        manifest_of(rank), spec=msgspec.structs.replace(manifest_of(rank).spec, **changes)
     )
     tamper(world, ManifestReply, ranks=(manifest,))
     assert sink.ended(ticket).code in (Code.BAD_FRAME, Code.ENGINE_INCOMPLETE, Code.RANK_INVALID)
@@ -267,7 +277,7 @@ def test_a_manifest_that_names_one_rank_many_times_fails_its_pull(world, source,
     """Checking it would take as long as checking so many ranks."""
     world.hold_network = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    one = source.host.node.sessions[source.session].rank.manifest()
+    one = manifest_of(source.host.node.sessions[source.session].rank)
     tamper(world, ManifestReply, ranks=(one,) * 3)
     assert sink.ended(ticket).code is Code.LAYOUT_INVALID
 
@@ -546,7 +556,7 @@ def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(
 def test_joined_ranks_are_bounded_by_peer(world, stages):
     """4,096 ranks with 2 MiB of metadata each were 8 GiB."""
     home, codes = stages[0].host, []
-    home.node.home._member_share.limit = 6 << 20
+    home.node.home._member_share.limit = 11 << 20  # each counts twice, also as readers get it
     for number in range(3):
         said = joining(world, stages[1], engine_id=f"new-{number}")
         binding = msgspec.structs.replace(

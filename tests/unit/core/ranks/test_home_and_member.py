@@ -10,7 +10,7 @@ from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.peer import JoinRank, RankReady, RequestDone
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of, spec_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, manifest_of, mover_of, spec_of
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ def test_an_agent_that_is_another_ranks_is_not_joined(world, spread):
     home = stages[0].host
     record = next(iter(home.node.registry)).ranks[1, 0]
     spec = msgspec.structs.replace(record.spec, engine_id="other")
-    manifest = msgspec.structs.replace(record.manifest(), spec=spec)
+    manifest = msgspec.structs.replace(manifest_of(record), spec=spec)
     said = JoinRank(request=9, boot="evil", manifest=manifest, secret="guessed")
     (effect,) = home.node.feed(ev.PeerRequest(b"evil", said), world.now)
     assert effect.message.code is Code.RANK_TAKEN

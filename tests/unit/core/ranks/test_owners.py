@@ -27,7 +27,7 @@ from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankReady, RequestDone
 from tests.support.low_limits import lower
 from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
-from tests.support.simulation import BLOCK_TOKENS, IDS, TOKENS, Host, Worker, World, spec_of
+from tests.support.simulation import BLOCK_TOKENS, IDS, TOKENS, Host, Worker, World, manifest_of, spec_of
 
 
 @pytest.fixture(params=["keys", "secrets"])
@@ -550,7 +550,7 @@ def test_a_rank_that_is_joined_by_another_connection_counts_there(world):
     stages = stages_of(world)
     home, secret = stages[0].host, stages[1].host.node.member._secret
     record = home.node.registry.get(KEY).ranks[SECOND]
-    again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
+    again = JoinRank(request=99, boot=record.boot, manifest=manifest_of(record), secret=secret)
     home.node.feed(ev.PeerRequest(b"anew", again, world.keys.get("p1", "")), world.now)
     home.node.check_integrity()
     assert home.node.home._member_share.held_by(world.keys.get("p1", "") or b"anew".hex()) > 0
@@ -579,7 +579,7 @@ def test_open_questions_follow_a_member_without_being_sent_at_once(world):
         stages[0].say(wk.Unpublish(transfer_id=f"t{number}"))
     record = home.node.registry.get(KEY).ranks[SECOND]
     secret = stages[1].host.node.member._secret
-    again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
+    again = JoinRank(request=99, boot=record.boot, manifest=manifest_of(record), secret=secret)
     effects = home.node.feed(ev.PeerRequest(b"anew", again, world.keys.get("p1", "")), world.now)
     assert [type(effect.message) for effect in effects] == [RequestDone]
     effects = home.node.feed(ev.Tick(), world.now + world.settings.resend_s)

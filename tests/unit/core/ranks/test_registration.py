@@ -21,7 +21,7 @@ from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds, Refusal, Versions
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 from tests.support.low_limits import lower
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, spec_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, manifest_of, spec_of
 
 
 def refusal(worker) -> wk.Refused:
@@ -190,7 +190,7 @@ def test_a_mover_that_binds_while_its_rank_is_suspended_changes_nothing(world):
     worker = world.register(host, spec_of("e"))
     (mover,) = host.movers.values()
     rank = host.node.sessions[worker.session].rank
-    bound = mv.Bound(regions=rank.addresses, metadata=b"")
+    bound = mv.Bound(regions=manifest_of(rank).binding.regions, metadata=b"")
     effects = host.node.feed(ev.WorkerMessage(worker.session, wk.Suspend()), world.now)
     effects += host.node.feed(ev.MoverMessage(mover.mover, bound), world.now)  # it was on its way
     assert [e for e in effects if isinstance(e, fx.KillMover)]
