@@ -76,6 +76,9 @@ class _Walk:
     def struct(self, item: msgspec.Struct) -> None:
         self.out.append(msgspec.msgpack.encode(item))
 
+    def raw(self, item: msgspec.Raw) -> None:
+        self.out.append(bytes(item))
+
     def tuple(self, item: tuple[Any, ...]) -> None:
         self.out.append(len(item))
         for value in item:
@@ -148,6 +151,8 @@ def _choose(item: Any) -> Callable[[_Walk, Any], None]:
         return _Walk.enum
     if isinstance(item, msgspec.Struct):
         return _Walk.struct
+    if isinstance(item, msgspec.Raw):
+        return _Walk.raw
     if isinstance(item, tuple):
         return _Walk.tuple
     if isinstance(item, CACHES):
