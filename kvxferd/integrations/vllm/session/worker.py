@@ -72,7 +72,7 @@ class ConnectorWorker:
         self._reports_ready = reports_ready
         self._recomputes_failed = recomputes_failed
         self._record_launched = record_launched
-        self._pulls: dict[str, _PullState] = {}  # by request id
+        self._pulls: dict[str, _PullState] = {}  # by request id, the last of each
         self._by_ticket: dict[PullTicket, _PullState] = {}
         self._results = Results()
 
@@ -132,7 +132,7 @@ class ConnectorWorker:
             _LOG.warning("%s", error.message)
 
     def _pull(self, spec: PullSpec, after: Completion | None) -> None:
-        pull = _PullState(spec, time.monotonic())
+        pull = self._pulls[spec.request_id] = _PullState(spec, time.monotonic())
         if spec.refusal:
             self._failed(pull, Code.BLOCKS_INVALID, spec.refusal)
             return
@@ -144,7 +144,6 @@ class ConnectorWorker:
         except KvxferdError as error:
             self._failed(pull, error.code, error.message)
             return
-        self._pulls[spec.request_id] = pull
         self._by_ticket[pull.ticket] = pull
 
     # --- events
@@ -159,8 +158,7 @@ class ConnectorWorker:
                 if (pull := self._by_ticket.pop(ticket, None)) is not None:
                     waited_s = time.monotonic() - pull.started_at
                     self.stats.record_pull(waited_s, event.wire_s, event.bytes, event.runs)
-                    self._pulls.pop(pull.spec.request_id, None)
-                    self._results.received.add(pull.spec.request_id)
+                    self._end(pull)
             case Failed(ticket=ticket, safe_to_reuse=True):
                 if (pull := self._by_ticket.pop(ticket, None)) is not None:
                     self._failed(pull, event.code, event.message)
@@ -181,11 +179,19 @@ class ConnectorWorker:
 
     def _failed(self, pull: _PullState, code: Code, message: str) -> None:
         spec = pull.spec
-        self._pulls.pop(spec.request_id, None)
         if code is not Code.CANCELLED:
             _LOG.warning("request %s: %s (%s)", spec.request_id, message, code)
             self.stats.record_failed_pull(code)
         if self._recomputes_failed:  # the other ranks need not go on, nor the prefill engine keep the blocks
             self._send_best_effort(self._rank.abandon, spec.ref)
-        self._results.received.add(spec.request_id)
-        self._results.failed.add(spec.request_id)
+        if self._end(pull):
+            self._results.failed.add(spec.request_id)
+
+    def _end(self, pull: _PullState) -> bool:
+        """Report the request as received; not where its id has come again, and another pull is under way."""
+        request_id = pull.spec.request_id
+        if self._pulls.get(request_id) is not pull:
+            return False
+        del self._pulls[request_id]
+        self._results.received.add(request_id)
+        return True
