@@ -358,8 +358,8 @@ class GrantClient:
         """End the grant without an acknowledgement. Does nothing where it has ended."""
         if hold.state is GrantState.HANDSHAKING:
             self._handshake_client.forget(hold)
-        is_requested = hold.state is GrantState.REQUESTING
-        if self._end(hold) or is_requested:
+        is_asked = self._peer_requests.get(hold.asked) is not None  # the source may grant it, maybe anew
+        if self._end(hold) or is_asked:
             self._send_return(hold)
 
     def _end(self, hold: HeldGrant) -> bool:

@@ -643,6 +643,21 @@ def test_what_was_asked_before_a_retry_does_not_end_the_grant_that_is_asked_for_
     assert sink.num_wrong(SINK_IDS, TOKENS, SEED) == 0
 
 
+def test_what_is_granted_anew_for_a_pull_that_has_ended_is_given_back(world, source, sink):
+    """Its grant has lapsed while it waited for more, and the source still has the request for that."""
+    ticket = pull(sink, publish(source, ready=8))
+    published = source.host.node.published
+    (transfer,) = published.table.live.values()
+    (grant,) = transfer.grants
+    published.end_grant(grant)
+    world.advance(world.settings.lease_s / 6)  # the next renewal's reply says so
+    sink.say(wk.Cancel(ticket=ticket))
+    assert sink.ended(ticket).code is Code.CANCELLED
+    extend(source, 8, 12)
+    world.advance(0.5)
+    assert not transfer.grants
+
+
 def test_a_rank_that_sleeps_between_pieces_reads_no_more(world, source, sink):
     ticket = pull(sink, publish(source, ready=8))
     sink.say(wk.Suspend())
