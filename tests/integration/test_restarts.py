@@ -5,17 +5,22 @@ Where a rank sleeps meanwhile, what was published of its old memory is never del
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from kvxferd import client
 from kvxferd.client import BlockList, Publisher, PublishRefused, Released
 from kvxferd.errors import Code
 from kvxferd.tooling.child_process import ChildError
 from tests.support.client_harness import events_of
+from tests.support.cluster.tcp_proxy import Mode, Proxy
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.processes import mappers_of
@@ -25,6 +30,7 @@ from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
 
 LEASE_S = 120.0  # longer than any restart: nothing here ends by its lease
+SILENT_S = 3.0
 
 
 def daemon_that_returns(fleet: Fleet, name: str) -> Daemon:
@@ -132,16 +138,53 @@ def test_a_member_that_slept_while_its_home_was_away_voids_what_was_published(fl
         pull_and_check([sink], publish_by(scheduler, stages, 2), 2)
 
 
-def test_a_pull_that_waits_at_a_daemon_that_is_killed_fails_with_that_cause(fleet: Fleet) -> None:
-    """It waits for a rank that has not written its part, and would for ten seconds."""
-    prefill, decode = fleet.daemon("prefill"), fleet.daemon("decode")
-    first, _ = fleet.engine(prefill, spec_of("prefill", tp_size=2))
+# How a source's daemon is lost: what is done, and what brings it back, so that the test can end it.
+Loss = Callable[[Daemon, Proxy], None]
+LOSSES: dict[str, tuple[Loss, Loss]] = {
+    "killed": (lambda daemon, link: daemon.kill(), lambda daemon, link: None),
+    "stopped": (
+        lambda daemon, link: os.kill(daemon.pid, signal.SIGSTOP),
+        lambda daemon, link: os.kill(daemon.pid, signal.SIGCONT),
+    ),
+    "cut off": (lambda daemon, link: link.set(Mode.STALLED), lambda daemon, link: link.set(Mode.OPEN)),
+}
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_pulls_that_wait_at_a_daemon_that_is_lost_fail_with_that_cause(fleet: Fleet, how: str) -> None:
+    """For a rank that is not ready, here or with its home there, and for the rest of a prompt."""
+    lose, bring_back = LOSSES[how]
+    port = free_port()
+    link = Proxy(("127.0.0.1", port))
+    flags = ["--peer-bind", f"tcp://127.0.0.1:{port}"]
+    if how == "cut off":
+        flags += ["--peer-advertise", link.endpoint]
+    prefill = fleet.daemon("prefill", *flags)
+    patience = ("--peer-silent-after-s", f"{SILENT_S}", "--peer-request-timeout-s", "0.25")
+    decode = fleet.daemon("decode", *patience)
+    first, second = fleet.engine(prefill, spec_of("prefill", tp_size=2))
+    spread = spec_of("spread", pp_size=2, home=prefill.endpoint)
+    stage = fleet.register(prefill, spread)
+    fleet.register(decode, msgspec.structs.replace(spread, pp_rank=1))
     (sink,) = fleet.engine(decode, spec_of("decode"))
-    first.write(1, ids_for(1), TOKENS)
-    ref = first.publish("req-1", ids_for(1), TOKENS)
-    ticket = sink.pull(ref, ids_for(2), TOKENS, deadline_s=300.0)
-    wait_until(lambda: [peer["state"] for peer in decode.status()["peers"]] == ["up"], "it is asked")
-    prefill.kill()
-    name, fields = sink.end_of(ticket)
-    assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", "peer-unreachable", True)
-    assert "connection" in fields["message"]
+    whole, growing = (first.publish(f"req-{number}", range(10), 160) for number in range(2))
+    second.ready("req-1", 64)
+    tickets = [
+        sink.pull(ref, range(10 * number, 10 * number + 10), 160, 300.0, progressive=ref is growing)
+        for number, ref in enumerate((whole, growing, stage.publish("req-2", range(10), 160)))
+    ]
+    wait_until(
+        lambda: sorted(pull["phase"] for pull in decode.status()["pulls"]) == ["grant", "grant", "held"],
+        lambda: f"they wait: {decode.status()['pulls']}",
+    )
+    lose(prefill, link)
+    lost_at = time.monotonic()
+    try:
+        ends = sink.end_of_all(tickets)
+        assert time.monotonic() - lost_at <= SILENT_S + 2.0
+    finally:
+        bring_back(prefill, link)
+        link.stop()
+    for name, fields in ends.values():
+        assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", "peer-unreachable", True)
+        assert ("connection" if how == "killed" else "no reply") in fields["message"]

@@ -56,11 +56,14 @@ class Agent(EngineRank):
     def publish(self, name: str, ids: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:  # type: ignore[override]
         return super().publish(name, blocks(ids, num_tokens), **more).to_dict()
 
-    def pull(self, ref: Any, ids: Sequence[int], num_tokens: int, deadline_s: float = 20.0) -> int:  # type: ignore[override]
-        """Begin a pull; return its ticket, by its number."""
+    def pull(  # type: ignore[override]
+        self, ref: Any, ids: Sequence[int], num_tokens: int, deadline_s: float = 20.0, **more: Any
+    ) -> int:
+        """Begin a pull; return its ticket, by its number. `more`: of `RankHandle.pull`."""
         self.store.load()
         self.before = self.store.bytes.copy()
-        ticket = self.rank.pull(ref, self.block_lists(blocks(ids)), num_tokens, deadline_s=deadline_s)
+        lists = self.block_lists(blocks(ids))
+        ticket = self.rank.pull(ref, lists, num_tokens, deadline_s=deadline_s, **more)
         self.tickets[ticket.number] = ticket
         return ticket.number
 

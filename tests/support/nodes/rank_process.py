@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,15 @@ class RankProcess:
             if name in ("Delivered", "Failed") and fields["ticket"] == ticket:
                 return name, fields
         raise AssertionError(f"ticket {ticket} never ended")
+
+    def end_of_all(self, tickets: Sequence[int]) -> dict[int, tuple[str, dict[str, Any]]]:
+        """The terminal event of each ticket, in whatever order they come; others are dropped."""
+        ends: dict[int, tuple[str, dict[str, Any]]] = {}
+        while len(ends) < len(tickets) and (event := self.next_event()) is not None:
+            if event[0] in ("Delivered", "Failed") and event[1]["ticket"] in tickets:
+                ends[event[1]["ticket"]] = event
+        assert len(ends) == len(tickets), f"of tickets {tickets} ended {ends}"
+        return ends
 
     def await_event(self, wanted: str) -> dict[str, Any]:
         while (event := self.next_event()) is not None:
