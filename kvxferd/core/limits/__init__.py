@@ -1,1 +1,1 @@
-"""What one user or peer may take of what all share. Read `table` first."""
+"""What users and peers may hold of one node: `table` has a row for each limit, `ledger` counts who has it."""

@@ -1,1 +1,1 @@
-"""What status and history show of a node."""
+"""What HTTP and the command line show of a node: `node_view` builds the structs of `kvxferd.records`."""
