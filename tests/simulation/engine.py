@@ -17,6 +17,7 @@ from kvxferd.client.publishes import RETRIED_ON_REPLAY
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation, Rank, TransferId
 from kvxferd.layout import EngineSpec
+from kvxferd.wire.common import RefLike
 from tests.simulation.checks import Check
 from tests.simulation.contents import Lists, expected_bytes
 from tests.simulation.fabric import Pace, SimTransport
@@ -127,6 +128,12 @@ class Transfer:
         """Its name among all."""
         source = self.publisher
         return EngineId(source.engine.shape.name), Generation(source.generation), TransferId(self.transfer_id)
+
+    @property
+    def handed_on(self) -> RefLike:
+        """Its reference, in the form in which this one's router hands it on."""
+        assert self.ref is not None
+        return (self.ref, self.ref.to_dict(), self.ref.to_json())[self.number % 3]
 
     @property
     def is_over(self) -> bool:
@@ -365,6 +372,7 @@ class Worker:
         self._task: Task | None = None
         self.stream_ends = 0.0  # when its GPU has done what was launched
         self._polled_at = 0.0  # what it hears next has come since then
+        self._num_fds = 0  # that it had before it had a session
         self.process: Process = self.world.kernel.spawn(self.name, self._run, uid=engine.shape.uid)
         self.process.on_death.append(self._died)
         self.world.expectations.disturb(0.0, self)
@@ -407,7 +415,17 @@ class Worker:
             self.handle.close()
             for event in self.handle.poll():
                 self._handle(event)
+            self._check_closed()
         self.kill()
+
+    def _check_closed(self) -> None:
+        """A closed session has given all of its descriptors back."""
+        held = sum(store.num_fds for store in (self.store, *self.graves) if store is not None)
+        left = self.world.num_fds(self.process) - self._num_fds - held
+        if left > 0 and self.engine.shape.memory is not MemoryKind.RESIDENT:
+            self.world.violate(
+                Check.REST, f"{self.name} has closed its session, and holds {left} descriptors"
+            )
 
     def tell(self, what: str) -> None:
         """Add to the episode's story."""
@@ -445,6 +463,7 @@ class Worker:
 
     def _run(self) -> None:
         self._task = self.world.kernel.current
+        self._num_fds = self.world.num_fds(self.process)
         while not self._register():
             self.world.kernel.sleep(RETRY_S)
         self.tell("is registered")
@@ -861,7 +880,7 @@ class Worker:
         assert isinstance(self.handle, client.RankHandle)
         try:
             pull.ticket = self.handle.pull(
-                transfer.ref,
+                transfer.handed_on,
                 lists,
                 transfer.num_tokens,
                 deadline_s,
@@ -892,7 +911,7 @@ class Worker:
         """Announce a pull."""
         if transfer.ref is not None and self.is_ready:
             assert isinstance(self.handle, client.RankHandle)
-            self.handle.prepare(transfer.ref, progressive=self.world.rng.random() < 0.5)
+            self.handle.prepare(transfer.handed_on, progressive=self.world.rng.random() < 0.5)
             transfer.prepared[self] = self.world.kernel.now
             self.tell(f"prepares {transfer.transfer_id}")
 
@@ -946,7 +965,7 @@ class Worker:
             return
         assert isinstance(self.handle, client.RankHandle)
         transfer.abandoned.add(f"{self.engine.shape.name} {self.generation}")
-        self.handle.abandon(transfer.ref)
+        self.handle.abandon(transfer.handed_on)
         self.tell(f"abandons {transfer.transfer_id}")
 
     # --- sleep

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 RARE_SHARE = 0.2  # of the episodes have few faults, with pulls that arrive between them
 BURST_SHARE = 0.3  # of the faults are followed by others on the same victim
+FORKED_AGAIN_S = 6.0  # within which a daemon has tried once more to fork a mover
 HELD_S = 8.0  # at most: for longer a daemon does not wait for its predecessor's movers, and ends
 
 
@@ -54,7 +55,7 @@ KINDS = {
     "cancel-at-delivery": 2, "kill-mover-at-delivery": 2, "sleep-at-binding": 1, "kill-mover-at-binding": 1,
     "deadly-pull": 1, "slow-cancel": 2, "lose-reader": 1, "lose-rare-message": 2,
     "kill-member": 1, "slow-node": 2, "stop-node": 1, "reuse-address": 1, "sleep-without-daemon": 2,
-    "no-threads": 1, "drain": 2, "send-elsewhere": 2, "kill-daemon-at-read": 2,
+    "no-threads": 1, "no-processes": 1, "drain": 2, "send-elsewhere": 2, "kill-daemon-at-read": 2,
     "lose-daemon-in-doubt": 3, "cut-worker-at-read": 2,
     "stop-daemon-at-read": 2, "sleep-before-mover": 1, "republish": 1,
     "sleep-at-registering": 1,
@@ -442,6 +443,19 @@ class Faults:
             process = self._world.daemons[found[0]]
         process.can_start_threads = False
         self._world.after(lasting_s, setattr, process, "can_start_threads", True)
+
+    def _no_processes(self, rng: random.Random) -> None:
+        """No mover can be forked for a while, in which one may die that has a rank."""
+        if (found := self._forkserver()) is None:
+            return
+        name, process = found
+        lasting_s = rng.choice((0.02, 0.3, 2.0))
+        self._strike("no-processes", process.name, lasting_s + FORKED_AGAIN_S, name)
+        self._hit(process, lasting_s + FORKED_AGAIN_S)
+        process.can_fork = False
+        self._world.after(lasting_s, setattr, process, "can_fork", True)
+        if (mover := self._pick(self._world.movers_of(name))) is not None and rng.random() < 0.7:
+            self._world.kernel.kill(mover)
 
     def _full_disk(self, rng: random.Random) -> None:
         """A daemon cannot write who owns its engines, for a while, or until it ends."""

@@ -109,6 +109,7 @@ class Process:
     num_cuts: int = 0  # so many of its next frames break off in the middle, and the connection with them
     is_disk_full: bool = False
     can_start_threads: bool = True
+    can_fork: bool = True
     num_wakes: int = 0  # how often a thread of it has run
     held: list[Task] = field(default_factory=list)  # that would run, were it not stopped
     on_death: list[Callable[[], None]] = field(default_factory=list)

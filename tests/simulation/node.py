@@ -19,7 +19,7 @@ from kvxferd.daemon import Daemon
 from kvxferd.errors import ConfigError, KvxferdError
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import AgentName
-from kvxferd.mover.forkserver_protocol import TO_FORKSERVER, Fork, Forked
+from kvxferd.mover.forkserver_protocol import TO_FORKSERVER, Fork, Forked, ForkFailed
 from kvxferd.mover.process import backoff, forkserver
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.loop import MoverLoop
@@ -175,6 +175,10 @@ class _Forkserver(forkserver.Forkserver):
     def _fork(self, frame: Frame, library: object) -> None:
         request: Fork = TO_FORKSERVER.decode(frame.payload)
         (socket_fd,) = frame.fds
+        if not self._nodes.kernel.current.process.can_fork:
+            os.close(socket_fd)
+            self._send(ForkFailed(mover=request.mover, reason="Resource temporarily unavailable"))
+            return
         mover = self._nodes.start_mover(socket_fd, request.agent, self._locks)
         os.close(socket_fd)
         pidfd = os.pidfd_open(mover.pid)

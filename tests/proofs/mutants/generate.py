@@ -67,8 +67,22 @@ def _of_block(block: list[ast.stmt], moves: bool) -> Iterator[Change]:
             after = block[index + 1] if index + 1 < len(block) else None
             is_statement = isinstance(after, ast.Expr | ast.Assign | ast.AugAssign)
             is_docstring = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
-            if after is not None and is_statement and not is_docstring and (_calls(one) or _calls(after)):
+            if after is None or not is_statement or is_docstring or not (_calls(one) or _calls(after)):
+                continue
+            if not _are_apart(one, after):
                 yield Change("moved", one.lineno, _put(block, index, after, one))
+
+
+def _are_apart(one: ast.stmt, other: ast.stmt) -> bool:
+    """Whether two statements only set what the other does not name: their order changes nothing."""
+    pair = (one, other)
+    if not all(isinstance(each, ast.Assign) for each in pair):
+        return False
+    texts = [ast.unparse(each) for each in pair]
+    targets = [[ast.unparse(target) for target in each.targets] for each in pair]  # type: ignore[attr-defined]
+    return not any(
+        target in text for text, named in zip(texts, targets[::-1], strict=True) for target in named
+    )
 
 
 def _calls(node: ast.stmt) -> bool:
