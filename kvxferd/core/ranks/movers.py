@@ -20,13 +20,11 @@ from kvxferd.wire.mover import DropPlan, DropRemote, LoadPlan, LoadRemote
 RETIRED_S = 10.0
 # The plans of a mover, as they are decoded there. The largest has 30 MiB; a node keeps 160 MiB of them.
 MAX_PLAN_BYTES_PER_MOVER = 64 << 20
-# What a mover has loaded of one peer's agents. Those of 64 ranks in 8,192 pieces each take 52 MB. A grant
-# brings metadata of a fence page, 400 bytes; a peer that sends another 2 MiB with each would fill the daemon
-# and the mover.
-MAX_LOADED_BYTES_PER_PEER = 64 << 20
-# Of one peer, whose grants each name an agent: two of the largest engines, 4 MiB.
-MAX_AGENTS_PER_PEER = 8192
-REMOTE_OVERHEAD_BYTES = 256  # of each agent, beside its metadata: an estimate
+# What a mover knows of one peer's agents. Those of 64 ranks in 8,192 pieces each take 52 MB, the largest
+# engine's 4,096 with 1 KiB each 8. A grant brings metadata of a fence page, 400 bytes; a peer that sends
+# another 2 MiB with each, or names another agent, would fill the daemon and the mover.
+MAX_REMOTE_BYTES_PER_PEER = 64 << 20
+REMOTE_OVERHEAD_BYTES = 1024  # of each agent, beside its metadata
 STUCK_S = 2.0  # a resident mover that must end is gone within milliseconds, or is stuck in its library
 
 
@@ -46,7 +44,7 @@ class RemoteAgent:
     """What a mover knows of an agent that it reads from."""
 
     peer: Endpoint  # that named it first
-    last_used: float
+    last_used: float = 0.0
     loaded: set[bytes] = field(default_factory=set)  # its metadata, as the mover has it
 
 
@@ -64,8 +62,7 @@ class Mover:
     kill_sent_at: float = 0.0  # of a dying one
     plans: dict[Digest, int] = field(default_factory=dict)  # bytes of each, the longest unused first
     remotes: dict[AgentName, RemoteAgent] = field(default_factory=dict)  # the longest unused first
-    loaded_bytes_of: Counter[Endpoint] = field(default_factory=Counter)  # bytes of the remotes, by peer
-    num_agents_of: Counter[Endpoint] = field(default_factory=Counter)  # by peer
+    remote_bytes_of: Counter[Endpoint] = field(default_factory=Counter)  # that these take, by peer
 
 
 class Movers:
@@ -204,33 +201,42 @@ class Movers:
         Raises PeerError where another peer named an agent first: the library would replace the way to it.
         """
         known = self._movers[mover]
-        self._drop_stale(known)
+        self._forget_stale(known)
         for agent, metadata, _ in wanted:
-            remote = known.remotes.get(agent) or self._add_agent(known, peer, agent)
+            if (remote := known.remotes.pop(agent, None)) is None:
+                remote = RemoteAgent(peer)
+                known.remote_bytes_of[peer] += REMOTE_OVERHEAD_BYTES
+            remote.last_used = self._context.now
+            known.remotes[agent] = remote  # the last one
             if remote.peer != peer and metadata not in remote.loaded:
                 raise PeerError(
                     f"cannot read from agent {agent} as {peer} describes it: it is an agent of {remote.peer}",
                     Code.BAD_FRAME,
                 )
-            remote.last_used = self._context.now
-            known.remotes[agent] = known.remotes.pop(agent)  # the last one
-        self._make_room(known, peer, wanted)
+        if more := sum(len(one) for agent, one, _ in wanted if one not in known.remotes[agent].loaded):
+            self._make_room(known, peer, {agent for agent, _, _ in wanted}, more)
         for agent, metadata, word in wanted:
             remote = known.remotes[agent]
             if metadata not in remote.loaded:
                 remote.loaded.add(metadata)
-                known.loaded_bytes_of[peer] += _loaded_size(metadata)
+                known.remote_bytes_of[peer] += len(metadata)
                 self._context.emit(SendToMover(mover, LoadRemote(agent=agent, metadata=metadata, word=word)))
 
-    def _add_agent(self, mover: Mover, peer: Endpoint, agent: AgentName) -> RemoteAgent:
-        if mover.num_agents_of[peer] == MAX_AGENTS_PER_PEER:
-            self._forget_agent(mover, next(a for a, remote in mover.remotes.items() if remote.peer == peer))
-        mover.num_agents_of[peer] += 1
-        mover.remotes[agent] = RemoteAgent(peer, self._context.now)
-        return mover.remotes[agent]
+    def _make_room(self, mover: Mover, peer: Endpoint, wanted: set[AgentName], num_bytes: int) -> None:
+        """Forget agents of that peer, the longest unused first. A pull that needs one loads it again.
 
-    def _drop_stale(self, mover: Mover) -> None:
-        """Drop agents that no running pull needs any more: each restart of an engine brings new ones."""
+        What one grant reads may be more than the limit: it is loaded all the same.
+        """
+        for agent in [agent for agent, remote in mover.remotes.items() if remote.peer == peer]:
+            if mover.remote_bytes_of[peer] + num_bytes <= MAX_REMOTE_BYTES_PER_PEER:
+                return
+            if agent in wanted:
+                self.drop_remote(mover.mover_id, agent)
+            else:
+                self._forget_agent(mover, agent)
+
+    def _forget_stale(self, mover: Mover) -> None:
+        """Forget agents that no running pull needs any more: each restart of an engine brings new ones."""
         since = self._context.now - self._context.settings.max_hold_s
         while mover.remotes:
             agent, oldest = next(iter(mover.remotes.items()))
@@ -240,22 +246,10 @@ class Movers:
 
     def _forget_agent(self, mover: Mover, agent: AgentName) -> None:
         self.drop_remote(mover.mover_id, agent)
-        decrease(mover.num_agents_of, mover.remotes.pop(agent).peer)
-
-    def _make_room(self, mover: Mover, peer: Endpoint, wanted: Sequence[RemoteMetadata]) -> None:
-        """Drop agents of that peer, the longest unused first. A pull that needs one loads it again.
-
-        What one grant reads may be more than the limit: it is loaded all the same.
-        """
-        more = [metadata for agent, metadata, _ in wanted if metadata not in mover.remotes[agent].loaded]
-        most = MAX_LOADED_BYTES_PER_PEER - sum(map(_loaded_size, more))
-        for agent in [agent for agent, remote in mover.remotes.items() if more and remote.peer == peer]:
-            if mover.loaded_bytes_of[peer] <= most:
-                return
-            self.drop_remote(mover.mover_id, agent)
+        decrease(mover.remote_bytes_of, mover.remotes.pop(agent).peer, REMOTE_OVERHEAD_BYTES)
 
     def drop_remote(self, mover: MoverId, agent: AgentName) -> None:
-        """Have the mover drop the agent's metadata: a read from it failed, or it is long unused.
+        """Have the mover drop the agent's metadata: a read from it failed, or there is no room.
 
         The agent stays that of the peer that named it first. Otherwise a peer that made a read fail, by an
         address that does not exist, could be the next to describe the agent.
@@ -264,10 +258,6 @@ class Movers:
         remote = known.remotes.get(agent) if known is not None else None
         if known is None or remote is None or not remote.loaded:
             return
-        decrease(known.loaded_bytes_of, remote.peer, sum(map(_loaded_size, remote.loaded)))
+        known.remote_bytes_of[remote.peer] -= sum(map(len, remote.loaded))
         remote.loaded.clear()
         self._context.emit(SendToMover(mover, DropRemote(agent=agent)))
-
-
-def _loaded_size(metadata: bytes) -> int:
-    return REMOTE_OVERHEAD_BYTES + len(metadata)

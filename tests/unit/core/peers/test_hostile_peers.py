@@ -9,7 +9,7 @@ from kvxferd.core import events as ev
 from kvxferd.core.limits.table import GRANTS, WAITING_BYTES
 from kvxferd.core.peers.manifest_checks import LayoutCache, check_manifest, checked_layouts
 from kvxferd.core.ranks import home as core_home
-from kvxferd.core.ranks.movers import MAX_LOADED_BYTES_PER_PEER
+from kvxferd.core.ranks.movers import MAX_REMOTE_BYTES_PER_PEER, REMOTE_OVERHEAD_BYTES
 from kvxferd.core.sink.manifests import MAX_ENGINES_PER_PEER
 from kvxferd.core.source import grants as grant_server
 from kvxferd.core.source.transfer_table import MAX_READERS
@@ -141,10 +141,11 @@ def test_what_a_peer_says_of_its_agents_does_not_pile_up(world, source, sink):
         movers.load_remotes(number, liar, [(agent, metadata, 0)])
         of_liar = [name for name in mover.remotes if name != honest]
         loaded = sum(len(metadata) for name in of_liar for metadata in mover.remotes[name].loaded)
-        assert loaded <= MAX_LOADED_BYTES_PER_PEER
-    for agent in [*of_liar, honest]:
+        assert loaded <= MAX_REMOTE_BYTES_PER_PEER
+    assert mover.remote_bytes_of[liar] <= MAX_REMOTE_BYTES_PER_PEER
+    for agent in of_liar:
         movers.drop_remote(number, agent)
-    assert not mover.loaded_bytes_of
+    assert mover.remote_bytes_of[liar] == len(of_liar) * REMOTE_OVERHEAD_BYTES
 
 
 def test_what_is_known_of_engines_is_bounded_and_goes_with_its_last_reader(world, sink):

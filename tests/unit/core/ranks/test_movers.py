@@ -14,7 +14,8 @@ def test_the_agents_that_a_peer_names_are_bounded_and_push_out_its_own_alone(
     world, source, sink, monkeypatch
 ):
     """Each grant may name another: what was known of each was kept for ten minutes."""
-    monkeypatch.setattr(core_movers, "MAX_AGENTS_PER_PEER", 3)
+    each = core_movers.REMOTE_OVERHEAD_BYTES + len(b"metadata")
+    monkeypatch.setattr(core_movers, "MAX_REMOTE_BYTES_PER_PEER", 3 * each)
     assert sink.reads(source.publish("t1", IDS, TOKENS))
     movers, (number,) = sink.host.node.movers, sink.host.movers
     mover = movers.get(number)
@@ -23,7 +24,7 @@ def test_the_agents_that_a_peer_names_are_bounded_and_push_out_its_own_alone(
     for name in "abcde":
         movers.load_remotes(number, liar, [(name, b"metadata", 0)])
     assert set(mover.remotes) == honest | set("cde")
-    assert mover.num_agents_of[liar] == 3
+    assert mover.remote_bytes_of[liar] == 3 * each
     for name in "bcdef":
         movers.load_remotes(number, liar, [(name, b"metadata", 0)])
     assert set(mover.remotes) == honest | set("def")
