@@ -89,7 +89,11 @@ def _wrong_in_release(record: ReleaseRecord, heard: Heard) -> Iterator[str]:
     what = f"the record of {record.engine_id}'s {record.transfer_id}"
     whys = heard.releases.get((record.engine_id, record.transfer_id), {record.why})
     # A client that was cut off has ended its transfers by itself, or hears of their end without its reason.
-    if whys.isdisjoint({Code.RELEASED, Code.UNPUBLISHED, record.why}) and record.why != Code.PUBLISHER_GONE:
+    is_cut_off = record.why == Code.PUBLISHER_GONE or (record.why, *whys) == (
+        Code.RANK_LOST,
+        Code.LEASE_EXPIRED,
+    )
+    if whys.isdisjoint({Code.RELEASED, Code.UNPUBLISHED, record.why}) and not is_cut_off:
         yield f"{what} says {record.why}, and its engine heard {sorted(whys)}"
     if record.held_s < 0 or sum(reader.bytes for reader in record.readers) > record.bytes:
         yield f"{what} is held {record.held_s} s, and {record.readers} read {record.bytes} bytes"
