@@ -30,6 +30,7 @@ UNSENT_CHUNK_BYTES = 416
 LOST_FD = -1
 # Reads in one `receive` at most, so that a busy sender does not starve the caller.
 MAX_READS = 16
+_CUT_OFF = int(socket.MSG_CTRUNC)  # `&` of the enumeration's members costs a call of Python's, a microsecond
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_PER_FRAME * array.array("i").itemsize)
 
 
@@ -229,9 +230,9 @@ class FrameSocket:
             return False
         fds = _fds_in(ancillary)
         self._unclaimed_fds.update(fds)
-        if flags & socket.MSG_CTRUNC and self._accepts_lost_fds and not fds:
+        if flags & _CUT_OFF and self._accepts_lost_fds and not fds:
             fds = [LOST_FD]
-        elif flags & socket.MSG_CTRUNC:
+        elif flags & _CUT_OFF:
             count_busy_refusal("open_files")
             raise ProtocolError(
                 "cannot take a frame whose descriptors were cut off: this process has too many open",

@@ -254,6 +254,10 @@ class ClientSession(SessionRequests):
                 raise
             self._publishes.switch_fence_page(page)
         match message:
+            case worker.TicketDelivered():
+                self._pulls.handle_delivered(message)
+            case worker.Released():
+                self._publishes.handle_released(message)
             case worker.Welcome():
                 self._handle_welcome(message, now)
             case worker.Registered():
@@ -274,8 +278,6 @@ class ClientSession(SessionRequests):
                 self._require_state(SessionState.READY, message)
                 if outgoing := self.registration.build_new_mover():
                     self._outbox.queue_first(outgoing.message, outgoing.fds)
-            case worker.TicketDelivered():
-                self._pulls.handle_delivered(message)
             case worker.TicketFailed():
                 self._pulls.handle_failed(message)
             case worker.TicketQuiesced():
@@ -283,8 +285,6 @@ class ClientSession(SessionRequests):
             case worker.PullsInterrupted():
                 self._require_state(SessionState.READY, message)
                 self._outbox.queue(self._pulls.handle_interrupted(message))
-            case worker.Released():
-                self._publishes.handle_released(message)
             case worker.PublishRefused():
                 self._publishes.handle_refused(message, now)
             case worker.Suspended():

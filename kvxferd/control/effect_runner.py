@@ -96,8 +96,16 @@ class EffectRunner:
     def perform(self, effect: Effect) -> None:
         """Perform one effect."""
         match effect:
+            case SendToMover():
+                self.movers.send(effect.mover, effect.message)
             case SendToWorker():
                 self._send_to_worker(effect)
+            case SendToPeer():
+                self.peer_socket.send(effect.endpoint, effect.message, effect.uid)
+            case ReplyToPeer():
+                self.peer_socket.reply(effect.route, effect.message)
+            case EmitRecord():
+                self.recorders.record(effect)
             case CloseWorkerConnection():
                 self.worker_socket.close(effect.session)
             case CommitRegionFds():
@@ -114,22 +122,14 @@ class EffectRunner:
                 self._accept_resident(effect)
             case KillMover():
                 self.movers.kill(effect.mover)
-            case SendToMover():
-                self.movers.send(effect.mover, effect.message)
             case BindMover():
                 self._bind_mover(effect)
             case ShareFencePage():
                 self._share_fence_page(effect)
-            case SendToPeer():
-                self.peer_socket.send(effect.endpoint, effect.message, effect.uid)
-            case ReplyToPeer():
-                self.peer_socket.reply(effect.route, effect.message)
             case ClosePeerConnection():
                 self.peer_socket.disconnect(effect.endpoint)
             case SaveOwnerships():
                 self.ownership_file.save_soon()
-            case EmitRecord():
-                self.recorders.record(effect)
             case CountServed():
                 self.recorders.count_served(effect.served)
             case MakePlan():

@@ -51,7 +51,7 @@ class PeerAllowlist:
         Endpoints come from references and from engines' homes. A worker that invents one must not make the
         daemon connect to any host, nor in the clear where keys are used.
         """
-        what, key = f"cannot reach {address_of(endpoint)}", key_of(endpoint)
+        key = key_of(endpoint)
         problem = ""
         if self.own_key and not key:
             problem = (
@@ -62,10 +62,10 @@ class PeerAllowlist:
             problem = "it wants CURVE, and this daemon has no key; set peer.curve_secret_key_file"
         elif key and not self.allows_key(key):
             problem = f"its key {key} is {NOT_IN_LISTS}"
-        elif not self.allows_address(host_of(endpoint)):
+        elif self.networks and not self.allows_address(host_of(endpoint)):
             problem = "its address is not in peer.allowed_addresses, which take numeric addresses alone"
         if problem:
-            raise EngineError(f"{what}: {problem}", Code.NOT_ALLOWED)
+            raise EngineError(f"cannot reach {address_of(endpoint)}: {problem}", Code.NOT_ALLOWED)
 
 
 ALLOW_ALL = PeerAllowlist()

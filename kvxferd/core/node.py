@@ -253,10 +253,16 @@ class Node:
 
     def _handle(self, event: events.Event) -> None:
         match event:
-            case events.WorkerConnected():
-                self._start_session(event)
             case events.WorkerMessage():
                 self._receive_worker_message(event)
+            case events.MoverMessage():
+                self._handle_mover_message(event)
+            case events.PeerReply():
+                self._handle_peer_reply(event.endpoint, event.message)
+            case events.PeerRequest():
+                self._handle_peer_request(event.route, event.message, event.key)
+            case events.WorkerConnected():
+                self._start_session(event)
             case events.FdsArrived():
                 if session := self.sessions.get(event.session):
                     self.local_ranks.fds_arrived(session, event.problem)
@@ -270,8 +276,6 @@ class Node:
                 self.mover_pool.forkserver_exited(event.reason)
             case events.MoverNotStarted():
                 self.mover_pool.not_started(event.mover, event.refusal)
-            case events.MoverMessage():
-                self._handle_mover_message(event)
             case events.MoverDied():
                 self._mover_died(event)
             case events.PlanMade():
@@ -279,10 +283,6 @@ class Node:
             case events.PidfdNotSent():
                 if session := self.sessions.get(event.session):
                     self.local_ranks.pidfd_not_sent(session, event.mover)
-            case events.PeerReply():
-                self._handle_peer_reply(event.endpoint, event.message)
-            case events.PeerRequest():
-                self._handle_peer_request(event.route, event.message, event.key)
             case events.LayoutsChecked():
                 for checked in event.layouts:
                     self.layouts.add_checked(checked)
@@ -364,8 +364,16 @@ class Node:
             )
 
     def _handle_worker_message(self, session: Session, event: events.WorkerMessage) -> None:
-        message = event.message
+        message = event.message  # what each request takes comes first: every case is one more call
         match message:
+            case worker_wire.PullRequest():
+                self.worker_requests.pull(session, message)
+            case worker_wire.Ready():
+                self.worker_requests.ready(session, message)
+            case worker_wire.Prepare():
+                self.worker_requests.prepare(session, message)
+            case worker_wire.Publish():
+                self.worker_requests.publish(session, message, event.fence_word)
             case worker_wire.Hello():
                 self.worker_requests.welcome(session, message)
             case worker_wire.Register():
@@ -384,16 +392,8 @@ class Node:
                 pass  # the shell keeps its descriptors
             case BlockIds():
                 session.assembly.add(message)
-            case worker_wire.Publish():
-                self.worker_requests.publish(session, message, event.fence_word)
-            case worker_wire.Ready():
-                self.worker_requests.ready(session, message)
             case worker_wire.Unpublish():
                 self.worker_requests.unpublish(session, message.transfer_id)
-            case worker_wire.Prepare():
-                self.worker_requests.prepare(session, message)
-            case worker_wire.PullRequest():
-                self.worker_requests.pull(session, message)
             case worker_wire.Cancel():
                 self.pulls.cancel(session.local_rank, message.ticket)
             case worker_wire.DeliveredByMover():
@@ -477,6 +477,8 @@ class Node:
         rank = self._rank_of(mover)
         message = event.message
         match message:
+            case mover_wire.PullDone():
+                self.pulls.mover_done(message.pull, mover.mover_id, message.outcome)
             case mover_wire.MoverUp():
                 pass
             case mover_wire.Bound():
@@ -496,8 +498,6 @@ class Node:
                 self._fence_refused(mover.mover_id, message)
             case mover_wire.Polling():
                 self._polling_confirmed(mover.agent)
-            case mover_wire.PullDone():
-                self.pulls.mover_done(message.pull, mover.mover_id, message.outcome)
             case mover_wire.PullProgress():
                 self.pulls.record_progress(mover.mover_id, message)
             case mover_wire.PullQuiesced():

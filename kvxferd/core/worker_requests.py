@@ -201,7 +201,7 @@ class WorkerRequests:
         if hold is None:
             return None
         self._context.ledger[BLOCK_ID_BYTES].release(session.uid, ENTRY_BYTES)
-        self._context.timers.cancel(("prepared", session.session_id, ref))
+        self._context.timers.cancel(("prepared", session.session_id, hold.ref))
         # One of another rank is of a registration that failed, maybe of another layout.
         is_such = after_tokens is None or after_tokens == hold.after_tokens
         if (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -114,14 +115,11 @@ class TransferRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         """Whether both name the same transfer, whichever trace they carry."""
         if not isinstance(other, TransferRef):
             return NotImplemented
-        return self._identity() == other._identity()
+        return _IDENTITY(self) == _IDENTITY(other)
 
     def __hash__(self) -> int:
         """Return the hash of the reference's identity."""
-        return hash(self._identity())
-
-    def _identity(self) -> tuple[str, str, str, str, str]:
-        return self.transfer_id, self.nonce, self.engine_id, self.generation, self.endpoint
+        return hash(_IDENTITY(self))
 
     def with_trace(self, traceparent: str) -> Self:
         """Return the reference with that traceparent; "": without one."""
@@ -133,6 +131,7 @@ class TransferRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         return EngineKey(self.engine_id, self.generation)
 
 
+_IDENTITY = attrgetter("transfer_id", "nonce", "engine_id", "generation", "endpoint")
 RefLike = TransferRef | Mapping[str, Any] | str | bytes
 
 

@@ -8,6 +8,7 @@ in an engine's `home`, also reads the key that the daemon must prove.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint
@@ -22,6 +23,7 @@ _ENDPOINT = re.compile(
 )
 
 
+@lru_cache(maxsize=1024)  # each reference to a transfer has one, and there are few
 def parse_endpoint(text: str) -> Endpoint:
     """Return the endpoint in its canonical spelling. Raises EngineError(endpoint-invalid)."""
     match = _ENDPOINT.fullmatch(text)

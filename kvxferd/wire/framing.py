@@ -91,12 +91,13 @@ class FrameDecoder:
                     f"cannot take a frame that announces {num_fds} descriptors: {len(self._fds)} arrived"
                 )
             payload = bytes(memoryview(data)[consumed + HEADER.size : end])
-            frames.append(Frame(payload, tuple(self._fds.popleft() for _ in range(num_fds))))
+            announced = tuple(self._fds.popleft() for _ in range(num_fds)) if num_fds else ()
+            frames.append(Frame(payload, announced))
             consumed = end
-        if data is chunk:
-            self._buffer += memoryview(chunk)[consumed:]
-        else:
+        if data is not chunk:
             del self._buffer[:consumed]
+        elif consumed < len(chunk):
+            self._buffer += memoryview(chunk)[consumed:]
         if len(self._fds) > self.max_fds and not self.has_more_frames:
             raise ProtocolError(f"cannot hold {len(self._fds)} descriptors that no frame announced")
         return frames

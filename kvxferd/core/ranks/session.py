@@ -86,12 +86,14 @@ class Session:
         Raises EngineError(out-of-place) for one to refuse, ProtocolError for one that ends the connection.
         """
         access = ACCESS[type(message)][self.state]
+        if access is HANDLE:
+            return True
         why = f"cannot take {type(message).__name__}: this connection {self._describe()}"
         if access is BREAK:
             raise ProtocolError(why, Code.OUT_OF_PLACE)
         if access is REFUSE:
             raise EngineError(why, Code.OUT_OF_PLACE)
-        return access is HANDLE
+        return False
 
     def _describe(self) -> str:
         match self.state:

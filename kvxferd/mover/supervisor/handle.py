@@ -55,6 +55,9 @@ class MoverHandle:
         if self._stream.fileno() < 0:
             return
         payload = encode(message)
+        if not fds:
+            self._stream.send(payload)
+            return
         copies = dup_fds(fds)  # all or none: a part of them would go with the next message
         for ahead, part in leading_fd_batches(copies):
             self._stream.send(encode(ahead), part)
