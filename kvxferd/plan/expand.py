@@ -102,14 +102,15 @@ class Expander:
         part: list[_SegmentBatch] = []
         room = max_runs
         for batch in self._batches(local, remote):
-            if part and batch.num_runs > room:
+            num_runs = batch.num_runs
+            if part and num_runs > room:
                 yield _assemble(part, local_bases, remote_bases)
                 part, room = [], max_runs
-            if batch.num_runs <= room:
+            if num_runs <= room:
                 part.append(batch)
-                room -= batch.num_runs
+                room -= num_runs
                 continue
-            step = max(1, max_runs * len(batch.local_block) // batch.num_runs)
+            step = max(1, max_runs * len(batch.local_block) // num_runs)
             for start in range(0, len(batch.local_block), step):
                 yield _assemble([batch.slice(start, start + step)], local_bases, remote_bases)
         if part:

@@ -38,6 +38,7 @@ from kvxferd.wire.worker import RegionExport, TicketDelivered
 _LOG = logging.getLogger(__name__)
 
 NO_PIECES = wire.PiecesRead(bytes=0, runs=0, wire_s=0.0)
+_UNDELAYED = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 NUM_WORKER_FDS = 2  # the last of `Bind`: the worker's delivery socket and its pidfd
 IDLE_CHECK_S = 1.0  # between two looks at whether chunks are idle, while there are any
 
@@ -97,8 +98,7 @@ class MoverLoop:
         has_ended = False
         while not has_ended:
             self._work()
-            while self._engine.outbox:
-                self._report(self._engine.outbox.popleft())
+            self._report_all()
             if not self._stream.is_flushed:
                 self._stream.flush()
             if self._wait():
@@ -114,6 +114,10 @@ class MoverLoop:
         close_fds(self._early_fds.pop_all())
         if self._delivery_socket is not None:
             self._delivery_socket.close()
+
+    def _report_all(self) -> None:
+        while self._engine.outbox:
+            self._report(self._engine.outbox.popleft())
 
     def _report(self, message: wire.FromMover) -> None:
         """Report to the daemon. A delivery goes to the worker first, because the engine is waiting for it."""
@@ -136,7 +140,7 @@ class MoverLoop:
             wire_s=before.wire_s + outcome.wire_s,
         )
         try:
-            self._delivery_socket.send(encode(delivered), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._delivery_socket.send(encode(delivered), _UNDELAYED)
         except OSError:
             return False
         return True
@@ -160,6 +164,7 @@ class MoverLoop:
         moved = again = self._engine.step() if self._engine.is_busy else False
         while again and self._engine.is_busy and time.perf_counter() - began < self._backoff.burst_s:
             again = self._engine.step()
+        self._report_all()  # an engine waits for it, and nobody for the library's other work
         if not self._engine.is_polling:
             began = (
                 time.perf_counter()
@@ -198,6 +203,10 @@ class MoverLoop:
     def _handle(self, frame: Frame) -> None:
         message = TO_MOVER.decode(frame.payload)
         match message:
+            case wire.StartPull():
+                if self._delivery_socket is not None and message.ticket is not None:
+                    self._tickets[message.pull] = (message.ticket, message.before or NO_PIECES)
+                self._engine.start(self._with_early_block_ids(message))
             case FdBatch():
                 self._keep_early_fds(message.first, frame.fds)
             case wire.Bind():
@@ -224,10 +233,6 @@ class MoverLoop:
                 self._engine.drop_remote(message.agent)
             case BlockIds():
                 self._early_block_ids.add(message)
-            case wire.StartPull():
-                if self._delivery_socket is not None and message.ticket is not None:
-                    self._tickets[message.pull] = (message.ticket, message.before or NO_PIECES)
-                self._engine.start(self._with_early_block_ids(message))
             case wire.AbortPull():
                 self._engine.abort(message.pull)
             case wire.ReportPull():

@@ -15,7 +15,7 @@ Uint64s: TypeAlias = npt.NDArray[np.uint64]
 
 def single_run(local: int, remote: int, size_bytes: int) -> Runs:
     """Return one run, from the remote address to the local one."""
-    return Runs(*(np.array([number], dtype=np.uint64) for number in (local, remote, size_bytes)))
+    return Runs(*np.array([[local], [remote], [size_bytes]], dtype=np.uint64))
 
 
 def split_long_runs(runs: Runs, max_bytes: int) -> Runs:
