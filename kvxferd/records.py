@@ -186,7 +186,6 @@ class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[TransportsSnapshot, ...] = ()
     worker_pid: int = 0  # of a local rank; as this daemon's PID namespace names it, 0 where it cannot
     worker_uid: int = 0
-    num_stuck: int = 0  # resident movers that were requested to end and have not
     layers: tuple[int, int]
 
 

@@ -195,7 +195,7 @@ class Node:
 
     def engines_snapshot(self) -> tuple[EngineSnapshot, ...]:
         """Return the engines of which a rank is known here."""
-        return engine_snapshots(self.registry, self.context.endpoint, self.movers)
+        return engine_snapshots(self.registry, self.context.endpoint)
 
     def refusal_of_join(
         self, route: bytes, message: JoinRankOutline, key: str

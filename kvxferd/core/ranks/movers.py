@@ -25,7 +25,6 @@ MAX_PLAN_BYTES_PER_MOVER = 64 << 20
 # another 2 MiB with each, or names another agent, would fill the daemon and the mover.
 MAX_REMOTE_BYTES_PER_PEER = 64 << 20
 REMOTE_OVERHEAD_BYTES = 1024  # of each agent, beside its metadata
-STUCK_S = 2.0  # a resident mover that must end is gone within milliseconds, or is stuck in its library
 
 
 RemoteMetadata = tuple[AgentName, bytes, int]  # an agent, its metadata, and `word` as in `LoadRemote`
@@ -59,7 +58,6 @@ class Mover:
     state: MoverState = MoverState.SERVING
     engine: EngineKey | None = None  # of its rank, once it serves one
     worn: bool = False  # its buffers are in doubt, and only its death frees them
-    kill_sent_at: float = 0.0  # of a dying one
     plans: dict[Digest, int] = field(default_factory=dict)  # bytes of each, the longest unused first
     remotes: dict[AgentName, RemoteAgent] = field(default_factory=dict)  # the longest unused first
     remote_bytes_of: Counter[Endpoint] = field(default_factory=Counter)  # that these take, by peer
@@ -156,20 +154,12 @@ class Movers:
         """Return how many movers get nothing new and are not dead yet."""
         return sum(mover.state is not MoverState.SERVING for mover in self._movers.values())
 
-    def num_stuck(self, session: SessionId) -> int:
-        """Return how many resident movers of the session have not ended `STUCK_S` after the request."""
-        limit = self._context.now - STUCK_S
-        return sum(
-            mover.resident and mover.state is MoverState.DYING and mover.kill_sent_at <= limit
-            for mover in self._of(session)
-        )
-
     def kill(self, mover: MoverId) -> None:
         """Kill the mover, once. A resident mover may never end, so its rank does not wait for it."""
         known = self._movers.get(mover)
         if known is None or known.state is MoverState.DYING:
             return
-        known.state, known.kill_sent_at = MoverState.DYING, self._context.now
+        known.state = MoverState.DYING
         self._context.timers.cancel(("retired", mover))
         self._context.emit(KillMover(mover))
         if known.resident:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.placements import is_proved, own_transports
 from kvxferd.core.ranks.rank import LocalRank, RankRecord
 from kvxferd.core.ranks.registry import LocalEngine, Registry
@@ -95,11 +94,9 @@ def list_pulls(pulls: Pulls, context: NodeContext) -> Steps[PullSnapshot]:
     return listing
 
 
-def engine_snapshots(registry: Registry, endpoint: Endpoint, movers: Movers) -> tuple[EngineSnapshot, ...]:
+def engine_snapshots(registry: Registry, endpoint: Endpoint) -> tuple[EngineSnapshot, ...]:
     """Return every engine of which a rank is known here. `endpoint`: this daemon's."""
-    return tuple(
-        _engine_snapshot(engine, registry.is_home(engine.spec), endpoint, movers) for engine in registry
-    )
+    return tuple(_engine_snapshot(engine, registry.is_home(engine.spec), endpoint) for engine in registry)
 
 
 def _block_bytes_of(engine: LocalEngine) -> Counter[GroupName]:
@@ -111,9 +108,7 @@ def _block_bytes_of(engine: LocalEngine) -> Counter[GroupName]:
     return sizes
 
 
-def _engine_snapshot(
-    engine: LocalEngine, is_home: bool, endpoint: Endpoint, movers: Movers
-) -> EngineSnapshot:
+def _engine_snapshot(engine: LocalEngine, is_home: bool, endpoint: Endpoint) -> EngineSnapshot:
     lacking = tuple(engine.missing())
     return EngineSnapshot(
         engine_id=engine.key.engine_id,
@@ -124,7 +119,7 @@ def _engine_snapshot(
         complete=is_home and not lacking,
         lacking=lacking if is_home else (),
         home=engine.spec.home or endpoint,
-        ranks=tuple(_rank_snapshot(record, movers) for _, record in sorted(engine.ranks.items())),
+        ranks=tuple(_rank_snapshot(record) for _, record in sorted(engine.ranks.items())),
     )
 
 
@@ -152,7 +147,7 @@ def _transports_snapshots(rank: LocalRank) -> tuple[TransportsSnapshot, ...]:
     )
 
 
-def _rank_snapshot(record: RankRecord, movers: Movers) -> RankSnapshot:
+def _rank_snapshot(record: RankRecord) -> RankSnapshot:
     rank, agent, layers = record.spec.rank, record.agent, (record.layout.start_layer, record.layout.end_layer)
     if not isinstance(record, LocalRank):
         return RankSnapshot(rank=rank, state="remote", agent=agent, library="", bytes=0, layers=layers)
@@ -166,6 +161,5 @@ def _rank_snapshot(record: RankRecord, movers: Movers) -> RankSnapshot:
         lanes=_transports_snapshots(record),
         worker_pid=record.pid,
         worker_uid=record.uid,
-        num_stuck=movers.num_stuck(record.session),
         layers=layers,
     )

@@ -10,7 +10,6 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 
-from kvxferd.core.ranks.movers import STUCK_S
 from kvxferd.frame_socket import close_fds, dup_fds
 from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import AgentName, MoverId
@@ -21,6 +20,8 @@ from kvxferd.wire.framing import Frame
 from kvxferd.wire.mover import FromMover, MoverLeaving, MoverUp
 
 _LOG = logging.getLogger(__name__)
+
+STUCK_S = 2.0  # a resident mover that must end is gone within milliseconds, or is stuck in its library
 
 
 class MoverHandle:

@@ -120,7 +120,6 @@ def test_a_mover_thread_that_breaks_is_replaced(fleet: Fleet) -> None:
     pull_and_check([sink], ref, 2)
     wait_until(lambda: rank_shown(daemon, "prefill")["state"] == "ready", "another mover")
     after = rank_shown(daemon, "prefill")
-    assert after["num_stuck"] == 0
     assert after["agent"] != before
     assert daemon.status()["num_sessions"] == num_sessions
     assert "broken on purpose" in daemon.log_text()
@@ -153,9 +152,8 @@ def test_an_agent_that_sticks_keeps_its_blocks_in_doubt(fleet: Fleet) -> None:
     ticket = sink.pull(ref, ids_for(1001), TOKENS, deadline_s=0.5)
     name, fields = sink.end_of(ticket)
     assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", "deadline", False)
-    wait_until(lambda: rank_shown(daemon, "decode")["num_stuck"] == 1, "the status says so", 15.0)
-    assert daemon.status()["num_quarantined"] == 1
-    assert "stuck in the transfer library" in daemon.log_text()
+    wait_until(lambda: "stuck in the transfer library" in daemon.log_text(), "the log says so", 15.0)
+    assert (daemon.status()["num_quarantined"], daemon.status()["num_retired_movers"]) == (1, 1)
     # The rank has another mover meanwhile, and the engine goes on.
     wait_until(lambda: rank_shown(daemon, "decode")["state"] == "ready", "another mover")
     pull_and_check([sink], publish([source], 2), 2)
@@ -167,7 +165,7 @@ def test_an_agent_that_sticks_keeps_its_blocks_in_doubt(fleet: Fleet) -> None:
     sink.run(faulty_transports.let_go)
     assert sink.await_event("Quiesced")["ticket"] == ticket
     sink.await_event("Suspended")
-    assert (daemon.status()["num_quarantined"], rank_shown(daemon, "decode")["num_stuck"]) == (0, 0)
+    assert (daemon.status()["num_quarantined"], daemon.status()["num_retired_movers"]) == (0, 0)
     sink.resume()
     pull_and_check([sink], publish([source], 3), 3)
 
