@@ -49,7 +49,6 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.mover.backends import Backend
 from kvxferd.mover.supervisor.processes import MoverProcesses
-from kvxferd.records import NodeSnapshot
 from kvxferd.run_directory import RunDirectory
 from kvxferd.sd_notify import SdNotifier
 from kvxferd.telemetry.history import History
@@ -103,7 +102,6 @@ class Daemon:
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
         self._metrics = Metrics(
-            self.snapshot,
             by_engine=config.metrics.by_engine,
             by_peer=config.metrics.by_peer,
             count_warnings=lambda: self._admin.warning_list.counts(),  # noqa: PLW0108  (it is made later)
@@ -354,11 +352,6 @@ class Daemon:
         states = {"starting": pool.num_starting, "ready": pool.num_ready, "assigned": assigned}
         exits = self._mover_exits.counts.copy()
         return MoverReading(states, exits, self._movers.forkserver_pid, self._movers.pids())
-
-    def snapshot(self) -> NodeSnapshot:
-        """Return the node's current state."""
-        self._on_event(Tick())
-        return self._node.snapshot()
 
     def reload(self) -> ReloadResult:
         """Read the configuration again. Raises ConfigError if it is invalid; then nothing changes."""

@@ -51,11 +51,11 @@ class MetricFamily(NamedTuple):
 
 def daemon_metrics() -> dict[str, MetricFamily]:
     """Return the daemon's metrics by name, those of engines and peers included."""
-    metrics = Metrics(node_snapshot, by_engine=True, by_peer=True)
+    metrics = Metrics(by_engine=True, by_peer=True)
     for record in (*records(), pull_record("failed", Code.DEADLINE)):
         metrics.record(record)
     families = {}
-    for family in metrics.registry.collect():
+    for family in metrics.scrape(node_snapshot()).collect():
         labels: dict[str, set[str]] = {}
         for sample in family.samples:
             for label, value in sample.labels.items():

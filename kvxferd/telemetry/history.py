@@ -177,15 +177,9 @@ def _engines_of(record: Record) -> tuple[str, ...]:
 
 def stamped(record: Record, ended_at: float) -> Record:
     """Return the record with its times of day, in Unix seconds."""
-    match record:
-        case PullRecord():
-            took_s = record.total_s
-        case HandshakeRecord():
-            took_s = record.elapsed_s
-        case ReleaseRecord():
-            took_s = record.held_s
-        case _:
-            return msgspec.structs.replace(record, ended_at=ended_at)
+    took_s = record.held_s if isinstance(record, ReleaseRecord) else duration_of(record)
+    if took_s is None:
+        return msgspec.structs.replace(record, ended_at=ended_at)
     return msgspec.structs.replace(record, ended_at=ended_at, started_at=ended_at - took_s)
 
 

@@ -288,21 +288,22 @@ def _series_by(kind: str, labels: Series) -> Iterator[Series]:
             yield (family.name, *labels)
 
 
-class _ReadFamilies(Collector):
-    """The families that are read at each scrape."""
+class Scrape(Collector):
+    """All families at one moment: those that are counted, and those that are read of a node."""
 
-    def __init__(self, read: Callable[[], Reading]) -> None:
-        self._read = read
+    def __init__(self, counted: Collector, reading: Reading) -> None:
+        self._counted = counted
+        self._reading = reading
 
     def collect(self) -> Iterator[core.Metric]:
-        """Yield each with its current values; a series without one has 0."""
-        reading = self._read()
+        """Yield each with its values; a series without one has 0."""
+        yield from self._counted.collect()
         for family in FAMILIES:
             if family.read is None:
                 continue
             of = core.CounterMetricFamily if family.kind is COUNTER else core.GaugeMetricFamily
             made = of(family.name, family.help, labels=family.labels)
-            values = family.read(reading)
+            values = family.read(self._reading)
             by_series = values if isinstance(values, Mapping) else {(): values}
             for series in dict.fromkeys([*family.series, *by_series]):
                 made.add_metric([series] if isinstance(series, str) else series, by_series.get(series, 0))
@@ -314,7 +315,6 @@ class Metrics:
 
     def __init__(
         self,
-        snapshot: Callable[[], NodeSnapshot],
         *,
         by_engine: bool = False,
         by_peer: bool = False,
@@ -324,8 +324,6 @@ class Metrics:
     ) -> None:
         """`by_engine`, `by_peer`: with series for each pair of engines, for each peer."""
         self.registry = registry = prometheus.CollectorRegistry()
-        self._snapshot = snapshot
-        self._given_snapshot: NodeSnapshot | None = None  # for one `render`
         self._count_warnings, self._is_ready = count_warnings, is_ready
         self._movers = movers
         self._mover_usage = MoverUsage()
@@ -347,7 +345,6 @@ class Metrics:
             )
             for series in family.series:
                 self._of(family.name, *([series] if isinstance(series, str) else series))
-        registry.register(_ReadFamilies(self._read))
         prometheus.ProcessCollector(registry=registry)
 
     def record(self, record: Record) -> None:
@@ -382,13 +379,16 @@ class Metrics:
         self._of("kvxferd_late_timers", lateness.cause.value).inc()
         self._of("kvxferd_late_timer_seconds", lateness.cause.value).inc(lateness.late_s)
 
-    def render(self, node: NodeSnapshot | None = None) -> bytes:
-        """Return all metrics in Prometheus' text format; gauges from `node`, or else a new snapshot."""
-        self._given_snapshot = node
-        try:
-            return prometheus.generate_latest(self.registry)
-        finally:
-            self._given_snapshot = None
+    def scrape(self, node: NodeSnapshot) -> Scrape:
+        """Return all metrics of a node now."""
+        movers = self._movers()
+        self._mover_usage.update(movers.forkserver_pid, movers.pids)
+        reading = Reading(node, self._is_ready(), self._count_warnings(), movers, self._mover_usage)
+        return Scrape(self.registry, reading)
+
+    def render(self, node: NodeSnapshot) -> bytes:
+        """Return them in Prometheus' text format."""
+        return prometheus.generate_latest(self.scrape(node))
 
     def _of(self, name: str, *labels: str) -> Any:
         """Return a series of a family that counts records; a new one begins at 0."""
@@ -413,17 +413,6 @@ class Metrics:
         for name, *values in _series_by(kind, labels):
             self._families[name].remove(*values)
             del self._series[(name, *values)]
-
-    def _read(self) -> Reading:
-        movers = self._movers()
-        self._mover_usage.update(movers.forkserver_pid, movers.pids)
-        return Reading(
-            node=self._given_snapshot or self._snapshot(),
-            is_ready=self._is_ready(),
-            warnings=self._count_warnings(),
-            movers=movers,
-            mover_usage=self._mover_usage,
-        )
 
     def _record_pull(self, record: PullRecord) -> None:
         for kind, labels in self._named(record.source, record.sink, record.peer):

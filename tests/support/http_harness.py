@@ -25,7 +25,7 @@ async def serving(
     config: Config, node: StillNode, max_connections: int = MAX_HTTP_CONNECTIONS
 ) -> AsyncIterator[HttpServer]:
     """A server, stopped at the end."""
-    server = HttpServer(config, node, Metrics(node.snapshot), max_connections)
+    server = HttpServer(config, node, Metrics(), max_connections)
     await server.start()
     try:
         yield server

@@ -87,14 +87,14 @@ def test_names_that_are_invented_take_no_place_of_a_name_in_use_and_make_few_ser
 
 
 def test_pulls_and_acknowledgements_are_counted_by_pair_and_by_peer() -> None:
-    metrics = Metrics(node_snapshot, by_engine=True, by_peer=True)
+    metrics = Metrics(by_engine=True, by_peer=True)
     evil = msgspec.structs.replace(pull_record(), source=EngineId('a"}\n1 <b>\x1b[31m'))
     metrics.record(evil)
     served = ServedRecord(
         source=EngineId("p"), sink=EngineId("d"), peer=Endpoint("tcp://10.0.0.9:1"), bytes=7
     )
     metrics.record_served(served)
-    text = metrics.render().decode()
+    text = metrics.render(node_snapshot()).decode()
     assert (
         'kvxferd_engine_pulls_total{outcome="delivered",sink="decode-0",source="a___1__b__[31m"} 1.0' in text
     )
@@ -112,7 +112,7 @@ NUM_ENGINES = 10_000
 def test_ten_thousand_engines_and_peers_take_no_more_than_the_bounds() -> None:
     number = 0
     history, samples = History(), Samples(clock=lambda: number / 100)
-    metrics = Metrics(node_snapshot, by_engine=True, by_peer=True)
+    metrics = Metrics(by_engine=True, by_peer=True)
     for number in range(NUM_ENGINES):
         now = number / 100
         has_failed = number % 3 == 0
@@ -139,6 +139,6 @@ def test_ten_thousand_engines_and_peers_take_no_more_than_the_bounds() -> None:
     for slot in samples._slots:
         assert len(slot.pairs) == len(slot.peers) == MAX_KEYS + 1
         assert len(slot.slowest) == MAX_SLOWEST_A_SLOT
-    text = metrics.render().decode()
+    text = metrics.render(node_snapshot()).decode()
     for kind in ("engine", "peer"):
         assert text.count(f"\nkvxferd_{kind}_served_bytes_total{{") <= MAX_NAMES + 1

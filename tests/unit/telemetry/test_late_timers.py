@@ -75,7 +75,7 @@ def test_the_watch_warns_logs_and_counts() -> None:
                 watch.stop()
                 done.set()
 
-        metrics = Metrics(node_snapshot)
+        metrics = Metrics()
         watch = TimerWatch(
             on_tick, metrics.record_late_timer, lambda: bool(idle), lambda: next(times), interval_s=0.0
         )
@@ -98,7 +98,7 @@ def test_the_watch_warns_logs_and_counts() -> None:
         assert watch._timer is not None
         assert watch._timer.when() - asyncio.get_running_loop().time() > IDLE_INTERVAL_S - 1
         watch.stop()
-        text = metrics.render().decode()
+        text = metrics.render(node_snapshot()).decode()
         assert 'kvxferd_late_timers_total{cause="starved"} 1.0' in text
         assert 'kvxferd_late_timer_seconds_total{cause="starved"} 9.0' in text
 

@@ -26,17 +26,17 @@ from tests.support.node_samples import PEER, SINK, SOURCE, node_snapshot, pull_r
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 
 
-def samples_of(metrics: Metrics) -> dict[str, float]:
+def samples_of(metrics: Metrics, node: NodeSnapshot | None = None) -> dict[str, float]:
     """Every sample as `name{label="value"}`, as a scraper reads it."""
     return {
         sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(metrics.render().decode())
+        for family in text_string_to_metric_families(metrics.render(node or node_snapshot()).decode())
         for sample in family.samples
     }
 
 
 def test_what_ended_is_counted() -> None:
-    metrics = Metrics(node_snapshot)
+    metrics = Metrics()
     for record in records():
         metrics.record(record)
     got = samples_of(metrics)
@@ -55,12 +55,7 @@ def test_what_ended_is_counted() -> None:
 
 
 def test_what_is_true_now_is_read_at_the_scrape() -> None:
-    now = {"draining": False}
-
-    def snapshot() -> NodeSnapshot:
-        return node_snapshot(draining=now["draining"])
-
-    metrics = Metrics(snapshot)
+    metrics = Metrics()
     got = samples_of(metrics)
     assert got["kvxferd_registered_ranks{state=ready}"] == 2
     assert got["kvxferd_registered_ranks{state=mapping}"] == 1
@@ -83,8 +78,7 @@ def test_what_is_true_now_is_read_at_the_scrape() -> None:
     assert got["kvxferd_quarantined_bytes"] == 6 << 20
     assert got["kvxferd_retired_movers"] == 3
     assert got["kvxferd_draining"] == 0
-    now["draining"] = True
-    assert samples_of(metrics)["kvxferd_draining"] == 1
+    assert samples_of(metrics, node_snapshot(draining=True))["kvxferd_draining"] == 1
 
 
 @pytest.mark.parametrize(
@@ -104,7 +98,7 @@ def test_transports_are_of_few_classes(lanes: str, wanted: str) -> None:
 
 
 def test_series_that_a_rate_needs_are_there_before_the_first() -> None:
-    got = samples_of(Metrics(node_snapshot))
+    got = samples_of(Metrics())
     assert got["kvxferd_pulls_total{code=none}{outcome=delivered}"] == 0
     assert got["kvxferd_handshakes_total{outcome=ok}"] == 0
     for name, label, values in (
@@ -126,7 +120,7 @@ def test_series_that_a_rate_needs_are_there_before_the_first() -> None:
 
 
 def test_a_code_that_no_pull_should_end_with_has_a_series_once_one_does() -> None:
-    metrics = Metrics(node_snapshot)
+    metrics = Metrics()
     series = "kvxferd_pulls_total{code=bad-frame}{outcome=failed}"
     assert series not in samples_of(metrics)
     metrics.record(pull_record("failed", Code.BAD_FRAME))
@@ -135,7 +129,7 @@ def test_a_code_that_no_pull_should_end_with_has_a_series_once_one_does() -> Non
 
 def test_a_refusal_counts_for_its_limit() -> None:
     def refusals(limit: str) -> float:
-        return samples_of(Metrics(node_snapshot))[f"kvxferd_busy_refusals_total{{limit={limit}}}"]
+        return samples_of(Metrics())[f"kvxferd_busy_refusals_total{{limit={limit}}}"]
 
     before = refusals("max_ranks")
     with pytest.raises(BusyError):
@@ -144,7 +138,7 @@ def test_a_refusal_counts_for_its_limit() -> None:
 
 
 def test_progressive_deliveries_count_what_they_hid() -> None:
-    metrics = Metrics(node_snapshot)
+    metrics = Metrics()
     more = {"progressive": True, "hidden_bytes": 3 << 18, "handover_s": 0.004}
     metrics.record(msgspec.structs.replace(pull_record(), **more))
     metrics.record(pull_record())
@@ -157,7 +151,7 @@ def test_progressive_deliveries_count_what_they_hid() -> None:
 
 
 def test_what_readers_acknowledge_is_served() -> None:
-    metrics = Metrics(node_snapshot)
+    metrics = Metrics()
     metrics.record_served(ServedRecord(source=SOURCE, sink=SINK, peer=PEER, bytes=100))
     metrics.record_served(ServedRecord(source=SOURCE, sink=SINK, peer=PEER, bytes=0))
     got = samples_of(metrics)
@@ -166,18 +160,18 @@ def test_what_readers_acknowledge_is_served() -> None:
 
 
 def test_no_request_engine_or_peer_is_a_label() -> None:
-    metrics = Metrics(node_snapshot)
+    metrics = Metrics()
     for record in records():
         metrics.record(record)
     metrics.record(pull_record("cancelled", Code.CANCELLED))
-    text = metrics.render().decode()
+    text = metrics.render(node_snapshot()).decode()
     for name in ("req-", "prefill-0", "decode-0", "10.0.0", "boot-a", "odd"):
         assert name not in text
 
 
 def test_every_metric_is_prefixed_and_in_its_page() -> None:
     page = PAGE.read_text()
-    for family in text_string_to_metric_families(Metrics(node_snapshot).render().decode()):
+    for family in text_string_to_metric_families(Metrics().render(node_snapshot()).decode()):
         if family.name.startswith("process_"):
             continue
         assert family.name.startswith("kvxferd_")
@@ -187,7 +181,6 @@ def test_every_metric_is_prefixed_and_in_its_page() -> None:
 
 def test_what_other_parts_count_is_read_at_the_scrape() -> None:
     metrics = Metrics(
-        node_snapshot,
         count_warnings=lambda: {WarningKind.PLACEMENT: 1},
         is_ready=lambda: True,
         movers=lambda: MoverReading({"ready": 2}, Counter({MoverExit.DIED: 3}), None, []),
