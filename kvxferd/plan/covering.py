@@ -133,7 +133,8 @@ class _Alike(NamedTuple):
     local_block: Int64s  # (blocks, segments)
 
 
-def _always(rank: Rank, form: StretchForm) -> bool:
+def always(rank: Rank, form: StretchForm) -> bool:
+    """Stretches of any form, from any rank."""
     return True
 
 
@@ -170,7 +171,7 @@ class CoverRequest:
         self,
         local_bases: Mapping[RegionId, int],
         remote_bases: Mapping[Rank, Mapping[RegionId, int]],
-        pays: Callable[[Rank, StretchForm], bool] = _always,
+        pays: Callable[[Rank, StretchForm], bool] = always,
         max_stretches: int = MAX_STRETCHES,
         max_runs: int = MAX_RUNS,
     ) -> Iterator[dict[Rank, CoveredRank]]:

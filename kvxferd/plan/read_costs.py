@@ -15,12 +15,12 @@ corrects for that, by one factor for each agent and way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvxferd.ids import AgentName, Rank
-from kvxferd.plan.covering import FormCount
+from kvxferd.plan.covering import FormCount, always
 from kvxferd.plan.stretches import StretchForm
 
 # Of CMA on two cores: 262,144 runs of 256 bytes took 621 ms, and 64 MiB in one run 7 ms.
@@ -165,19 +165,29 @@ class CostModel:
             speed = self.copy_bytes_per_s / ratio**LEARNING_RATE
             self.copy_bytes_per_s = min(max(speed, MIN_BYTES_PER_S), MAX_BYTES_PER_S)
 
-    def choose(self, forms: Iterable[FormCount], agents: dict[Rank, AgentName]) -> Choice:
-        """Choose for each rank and form the way that is predicted to take less."""
+    def choose(
+        self,
+        forms: Iterable[FormCount],
+        agents: dict[Rank, AgentName],
+        can_cover: Callable[[Rank, StretchForm], bool] = always,
+    ) -> Choice:
+        """Choose for each rank and form the way that is predicted to take less, of those that there are."""
         by_rank: dict[Rank, dict[StretchForm, int]] = {}
         for one in forms:
             counts = by_rank.setdefault(one.rank, {})
             counts[one.form] = counts.get(one.form, 0) + one.num_stretches
         choice = Choice({rank: agents[rank] for rank in by_rank})
         for rank, counts in by_rank.items():
-            self._choose_for(choice, rank, counts, self.link(agents[rank]))
+            self._choose_for(choice, rank, counts, self.link(agents[rank]), can_cover)
         return choice
 
     def _choose_for(
-        self, choice: Choice, rank: Rank, counts: dict[StretchForm, int], link: LinkCosts
+        self,
+        choice: Choice,
+        rank: Rank,
+        counts: dict[StretchForm, int],
+        link: LinkCosts,
+        can_cover: Callable[[Rank, StretchForm], bool],
     ) -> None:
         direct_s = rest_s = read_s = copy_s = 0.0
         covered = []
@@ -186,7 +196,7 @@ class CostModel:
             by_stretches = count * link.predict_s(ReadShape(1, form.size_bytes))
             copies = count * form.num_bytes / self.copy_bytes_per_s
             direct_s += by_runs
-            if max(by_stretches, copies) < by_runs:
+            if max(by_stretches, copies) < by_runs and can_cover(rank, form):
                 covered.append(form)
                 read_s += by_stretches
                 copy_s += copies

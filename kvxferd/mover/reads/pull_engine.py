@@ -310,27 +310,21 @@ class PullEngine:
         if request is None:
             return None
         max_stretches = min(MAX_STRETCHES, self._max_runs)
-        can_scatter = self._covering.can_scatter
         pull.chunk_kind = self._covering.chunk_kind
-        if self._always_covers:
-            return request.parts(
-                self._region_addresses,
-                remote_bases,
-                lambda _, form: can_scatter(form),
-                max_stretches,
-                self._max_runs,
-            )
-        agents = {source.rank: source.agent for source in pull.request.sources}
-        forms = list(request.forms())
-        if all(one.form.num_copies == 1 for one in forms):
-            self._plain_plans.add(digest)
-        pull.choice = choice = self._costs.choose(forms, agents)
-        if not choice.covered:
-            return None
 
-        def pays(rank: Rank, form: StretchForm) -> bool:
-            return choice.pays(rank, form) and can_scatter(form)
+        def can_cover(rank: Rank, form: StretchForm) -> bool:
+            return pull.covering_kinds(rank) is not None and self._covering.can_scatter(form)
 
+        pays = can_cover
+        if not self._always_covers:
+            agents = {source.rank: source.agent for source in pull.request.sources}
+            forms = list(request.forms())
+            if all(one.form.num_copies == 1 for one in forms):
+                self._plain_plans.add(digest)
+            pull.choice = self._costs.choose(forms, agents, can_cover)
+            if not pull.choice.covered:
+                return None
+            pays = pull.choice.pays
         return request.parts(self._region_addresses, remote_bases, pays, max_stretches, self._max_runs)
 
     def _post_next(self) -> bool:

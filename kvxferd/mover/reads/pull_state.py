@@ -180,13 +180,14 @@ class PullState:
         for runs in read.runs:
             self._add_runs(rank, runs)
         slicer = CoverSlicer(read.stretches)
-        kinds = self._covering_kinds(rank)
         if slicer.is_empty:
             return
-        if kinds is None or self.is_direct:
+        if self.is_direct:
             for runs in slicer.rest_as_runs(self.local_bases):
                 self._add_runs(rank, runs)
         else:
+            kinds = self.covering_kinds(rank)
+            assert kinds is not None
             self._add(rank, kinds, slicer)
 
     def _add(self, rank: Rank, kinds: ReadKinds, slicer: Slicer | CoverSlicer) -> None:
@@ -198,7 +199,7 @@ class PullState:
         agent = next(source.agent for source in self.request.sources if source.rank == rank)
         self.unposted.append(Unposted(agent, rank, kinds, slicer))
 
-    def _covering_kinds(self, rank: Rank) -> ReadKinds | None:
+    def covering_kinds(self, rank: Rank) -> ReadKinds | None:
         """Return how chunks are read from a rank, None where they cannot be."""
         remote = self.remote_maps.get(rank)
         if remote is None:

@@ -54,6 +54,14 @@ def test_each_form_is_decided_by_itself() -> None:
     assert not choice.pays(SOURCE, large)
 
 
+def test_what_cannot_be_covered_is_predicted_as_it_is_read() -> None:
+    small = form(32, 256)
+    counts = [FormCount(SOURCE, small, 8192)]
+    choice = CostModel().choose(counts, AGENTS, lambda rank, one: one is not small)
+    assert not choice.pays(SOURCE, small)
+    assert choice.chosen_s == choice.direct_s == CostModel().choose(counts, AGENTS).direct_s
+
+
 @pytest.mark.parametrize("descriptor_s", [0.2e-6, 2.3e-6, 9e-6])
 @pytest.mark.parametrize("bytes_per_s", [0.4e9, 8e9, 40e9])
 def test_the_constants_are_learnt(descriptor_s: float, bytes_per_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 
 from kvxferd.errors import Code
@@ -12,6 +13,9 @@ from kvxferd.mover.chunks.scatterer import Scatterer, ScatterJob
 from kvxferd.mover.chunks.slices import SHORT_BYTES
 from kvxferd.mover.reads import covering_reads
 from kvxferd.mover.transport.base import TransportError
+from kvxferd.mover.transport.staging_source import CHUNK_REPLY_TIMEOUT_S
+from kvxferd.plan.read_costs import START_BYTES_PER_S, START_DESCRIPTOR_S
+from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.mover import ChunkMemoryRequest
 from tests.support.pull_engine_harness import (
     HEAD,
@@ -344,6 +348,26 @@ def test_each_pull_is_read_in_the_way_that_is_predicted_to_take_less() -> None:
     assert bench.pull(scattered(100)).delivered
     assert set(states(bench)) == {ChunkState.FREE}
     check_arrived(bench, scattered(100))
+
+
+class HalfStaged(Bench):
+    """A reader of two ranks, of which the first is staged."""
+
+    def regions_of(self, number: int) -> tuple[RegionAddress, ...]:
+        return tuple(msgspec.structs.replace(r, staged=number == 0) for r in super().regions_of(number))
+
+
+def test_no_covering_read_from_a_staged_source_is_predicted() -> None:
+    """Its pulls would teach how long covering reads take."""
+    bench = HalfStaged(chunk_bytes=CHUNK, always_covers=False)
+    number = bench.start(scattered(200))
+    bench.run()
+    bench.now += CHUNK_REPLY_TIMEOUT_S + 1.0  # nobody serves the staged one here
+    bench.run()
+    outcome = bench.outcomes()[number]
+    assert outcome.covered_bytes == outcome.bytes // 2
+    # 200 blocks of 4 tensors, 4 tokens and a head are 3,200 runs.
+    assert outcome.predicted_s > 3200 * START_DESCRIPTOR_S + outcome.bytes / 2 / START_BYTES_PER_S
 
 
 def test_equal_layouts_are_read_directly() -> None:
