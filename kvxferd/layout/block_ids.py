@@ -38,7 +38,7 @@ BlocksByGroup = dict[GroupName, PackedBlocks]
 
 def num_id_bytes(blocks: Mapping[GroupName, PackedBlocks]) -> int:
     """Return the bytes of the block ids of all groups."""
-    return sum(len(packed.ids) for packed in blocks.values())
+    return sum([len(packed.ids) for packed in blocks.values()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

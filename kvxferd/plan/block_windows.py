@@ -65,7 +65,8 @@ class SourceLists:
     """The source's block lists that a plan reads."""
 
     def __init__(self, plan: Plan) -> None:
-        self._reads = plan.group_reads
+        # The groups that each reads, and whether their lists are cut by tokens.
+        self._reads = [(one.local.group, one.remote.group, one.is_cut_by_tokens) for one in plan.group_reads]
         self.rules = _by_group((read.remote, read.granule_tokens) for read in plan.group_reads)
         self.states = {name for name, rules in self.rules.items() if rules.is_state}
 
@@ -85,11 +86,11 @@ class SourceLists:
 
     def _first_tokens(self, starts: Mapping[GroupName, int] | None) -> dict[GroupName, int]:
         found: dict[GroupName, int] = {}
-        for read in self._reads:
-            if starts is not None and read.local.group not in starts:
+        for local, remote, is_cut in self._reads:
+            if starts is not None and local not in starts:
                 continue
-            start = starts[read.local.group] if starts is not None and read.is_cut_by_tokens else 0
-            found[read.remote.group] = min(found.get(read.remote.group, start), start)
+            start = starts[local] if starts is not None and is_cut else 0
+            found[remote] = min(found.get(remote, start), start)
         return found
 
     def added(
@@ -125,7 +126,7 @@ class SourceLists:
     ) -> BlocksByGroup:
         """Return what the lists have of the tokens up to `num_tokens` that the reader's lists hold."""
         starts = {name: one.first_token for name, one in local.items() if one.ids}
-        are_read_whole = {read.remote.group for read in self._reads if not read.is_cut_by_tokens}
+        are_read_whole = {remote for _, remote, is_cut in self._reads if not is_cut}
         windows = dict.fromkeys(self.rules, _NOTHING)
         for name, start in self._first_tokens(starts).items():
             end = None if name in are_read_whole else num_tokens

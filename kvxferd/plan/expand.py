@@ -137,7 +137,7 @@ def _by_shape(segments: Segments) -> Iterator[tuple[SegmentShape, Int64s, Int64s
     if not len(segments.num_items):
         return
     if segments.is_uniform:
-        shape = SegmentShape(*(int(column[0]) for column in segments[2:5]))
+        shape = SegmentShape(*[int(column[0]) for column in segments[2:5]])
         yield shape, *_ascending(segments.local_block, segments.remote_block)
         return
     codes = (segments.local_item << 42) | (segments.remote_item << 21) | segments.num_items
@@ -199,7 +199,7 @@ def _merge_along_blocks(
         (
             batch.local_block * key.local_block_stride + pages.local[0, 0],
             batch.remote_block * key.remote_block_stride + pages.remote[0, 0],
-            np.full(len(batch.local_block), pages.length[0, 0], dtype=np.int64),
+            pages.length[0].repeat(len(batch.local_block)),
         )
         for batch, pages in zip(batches, page_runs, strict=True)
     ]
@@ -252,4 +252,4 @@ def _add_addresses(
         columns = pairs[0]
     else:
         columns = tuple(np.concatenate(column) for column in zip(*pairs, strict=True))  # type: ignore[assignment]
-    return Runs(*(column.view(np.uint64) for column in columns))
+    return Runs(*[column.view(np.uint64) for column in columns])

@@ -96,8 +96,9 @@ def merge_touching(local: Int64s, remote: Int64s, length: Int64s) -> OffsetRuns:
     """Join neighbours, in the order given, that are contiguous on both sides."""
     if len(local) < 2:
         return local, remote, length
-    is_begin = np.ones(len(local), dtype=bool)
+    is_begin = np.empty(len(local), dtype=bool)
     before = length[:-1]
+    is_begin[0] = True
     is_begin[1:] = (local[1:] != local[:-1] + before) | (remote[1:] != remote[:-1] + before)
     (begins,) = is_begin.nonzero()
     if len(begins) == len(local):

@@ -107,7 +107,7 @@ def _aligned_segments(mine: _KernelBlocks, theirs: _KernelBlocks, items: int) ->
         theirs.blocks[start - skip : start - skip + size],
         zero,
         zero,
-        np.full(size, items, dtype=np.int64),
+        zero + items,
         is_uniform=True,
     )
 

@@ -155,7 +155,7 @@ def check_count(
 
 def request_bytes(blocks: Mapping[GroupName, PackedBlocks]) -> int:
     """Return the bytes that a transfer or pull with these lists is counted for while it is kept."""
-    return ENTRY_BYTES + sum(GROUP_BYTES + len(packed.ids) for packed in blocks.values())
+    return ENTRY_BYTES + GROUP_BYTES * len(blocks) + num_id_bytes(blocks)
 
 
 def check_num_ids(blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:

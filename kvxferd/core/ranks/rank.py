@@ -136,7 +136,7 @@ class LocalRank:
 
     def bytes_of(self, blocks: Mapping[GroupName, PackedBlocks]) -> int:
         """Return the bytes of those blocks on this rank."""
-        return sum(len(packed) * self.block_bytes.get(group, 0) for group, packed in blocks.items())
+        return sum([len(packed) * self.block_bytes.get(group, 0) for group, packed in blocks.items()])
 
     @property
     def is_readable(self) -> bool:

@@ -403,8 +403,10 @@ class GrantClient:
 
 def _host_word_address(binding: Binding) -> int:
     """Return the address of a word in the rank's host memory; 0 where it has none."""
-    plain = (region for region in binding.regions if region.mem_type == "DRAM" and not region.staged)
-    return next((region.address for region in plain if region.size_bytes >= FENCE_WORD_BYTES), 0)
+    for region in binding.regions:
+        if region.mem_type == "DRAM" and not region.staged and region.size_bytes >= FENCE_WORD_BYTES:
+            return region.address
+    return 0
 
 
 def _unusable(problem: str) -> PeerError:
