@@ -189,10 +189,10 @@ def check_request(
 ) -> None:
     """Raise unless the source's lists hold every token that the local ones require.
 
-    Each local group with blocks requires the tokens from
+    The local lists have passed `check_blocks`. Each local group with blocks requires the tokens from
     ``max(first_token, num_tokens - sliding_window)`` to `num_tokens`; a state group requires the
     state at `num_tokens`. Raises PlanError (tokens-not-published) naming the group and the tokens,
-    and EngineError (blocks-invalid) for ids that the side which listed them cannot have.
+    and EngineError (blocks-invalid) for ids that the source cannot have.
     """
     seen: set[tuple[BlockGeometry, BlockGeometry, int]] = set()
     scans = IdScans()
@@ -218,10 +218,10 @@ def _check_group_read(
     if not mine.ids:
         return
     theirs = remote.get(read.remote.group, PackedBlocks(b""))
-    for side, listed in ((read.local, mine), (read.remote, theirs)):
-        _check_ids(side, listed, scans)
-        if side.kind is GroupKind.ATTENTION:
-            _check_end(side, listed)
+    _check_ids(read.remote, theirs, scans)
+    if read.remote.kind is GroupKind.ATTENTION:
+        _check_end(read.remote, theirs)
+        for side, listed in ((read.local, mine), (read.remote, theirs)):
             check_first_token(side, read.granule_tokens, listed)
     if read.local.kind is GroupKind.STATE:
         if not theirs.ids or theirs.state_at != num_tokens:
