@@ -11,9 +11,8 @@ import msgspec
 from kvxferd.cli.listing import engine_state
 from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.records import NodeSnapshot, RankSnapshot
-from kvxferd.telemetry.minute_text import describe_failures, describe_rates
 from kvxferd.telemetry.samples import LastMinute
-from kvxferd.telemetry.units import format_date, format_size
+from kvxferd.telemetry.units import format_date, format_rate, format_size, format_time
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.exit_codes import EXIT_NOT_READY
 from kvxferd.tooling.output import format_count, print_fields, print_json, print_line
@@ -69,9 +68,15 @@ def _warnings(reply: dict[str, Any]) -> list[tuple[str, str]]:
 def _last_minute(reply: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what was moved in the last minute, and what failed."""
     minute = msgspec.convert(reply["last_minute"], LastMinute)
-    failed = describe_failures(minute)
-    why = f"{failed}; kvxferd history --failed shows them" if failed else "none"
-    return [("last minute", describe_rates(minute)), ("failures", why)]
+    rates = (
+        f"{format_count(minute.delivered, 'pull')}, {format_rate(minute.pulled_bytes_per_s)} in, "
+        f"{format_rate(minute.served_bytes_per_s)} out"
+    )
+    if minute.p50_s is not None:
+        rates += f", p50 {format_time(minute.p50_s)}, p99 {format_time(minute.p99_s)}"
+    codes = ", ".join(f"{count:,} {code}" for code, count in minute.failures.items())
+    why = f"{codes}; kvxferd history --failed shows them" if codes else "none"
+    return [("last minute", rates), ("failures", why)]
 
 
 def _placements(ranks: list[RankSnapshot]) -> str:

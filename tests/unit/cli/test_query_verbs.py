@@ -23,14 +23,15 @@ TABLES = ["status", "engines", "peers", "transfers", "history"]
             "status",
             [
                 "tcp://10.0.0.1:9441",
-                "Pulls fail: 1 of 3 failed in the last 20 s",
+                "Pulls fail: 1 of 3 failed in the last 20 s (33.3 %), most with lease-expired from "
+                "tcp://10.0.0.2:9441.",
                 "2, 1 readable",
                 "9.44 MB",
                 "1 running, 4 quarantined",
                 "retired movers  3",
                 "2 recorded, 1 without ranks here; 2 ranks kept",
                 "2 pulls, 105 kB/s in",
-                "1 of 3 pulls (33.3 %): 1 lease-expired; most from tcp://10.0.0.2:9441",
+                "failures        1 lease-expired; kvxferd history --failed shows them",
             ],
         ),
         (

@@ -10,16 +10,19 @@ import pytest
 from click.testing import CliRunner
 
 from kvxferd.cli.doctor import CHECKS, doctor
+from kvxferd.doctor.daemon import answering
 from kvxferd.doctor.report import (
     EXIT_FAILED,
     EXIT_NO_GPU,
     EXIT_OK,
+    CheckContext,
     exit_status,
     fail,
     ok,
     print_findings,
     warn,
 )
+from tests.support.node_samples import PEER
 
 DIRECT = msgspec.structs.replace(ok("direct", "250 GB/s"), name="placements")
 STAGED = msgspec.structs.replace(fail("staged", "x", "y", essential=True), name="placements")
@@ -67,3 +70,33 @@ def test_the_help_and_the_manual_name_every_check():
     assert named == list(CHECKS)
     for name in CHECKS:
         assert name in help_text
+
+
+class Daemon:
+    """Replies to `/v1/status`."""
+
+    def __init__(self, **more: object) -> None:
+        node = {"endpoint": PEER}
+        self.answer = {
+            "version": "0",
+            "ready": True,
+            "reasons": [],
+            "warnings": [],
+            "active_warnings": [],
+            "node": node,
+        } | more
+
+    def get(self, path: str) -> dict[str, object]:
+        """The status."""
+        assert path == "/v1/status"
+        return self.answer
+
+
+def test_doctor_has_the_daemon_s_verdict() -> None:
+    for level, remedy, found in (
+        ("bad", "look at it", warn("state", "Pulls fail", "look at it")),
+        ("warn", "", warn("state", "Pulls fail", "`kvxferd status` has the rest")),
+        ("good", "", ok("state", "Pulls fail")),
+    ):
+        daemon = Daemon(verdict={"level": level, "text": "Pulls fail", "remedy": remedy})
+        assert found in list(answering(CheckContext(None, daemon, {})))  # type: ignore[arg-type]
