@@ -306,20 +306,39 @@ def required_from(sink: Engine, mine: dict[GroupName, PackedBlocks], num_tokens:
     }
 
 
-def lacks_tokens(
-    sink: Engine,
-    source: Engine,
-    mine: dict[GroupName, PackedBlocks],
-    theirs: dict[GroupName, PackedBlocks],
-    num_tokens: int,
-) -> bool:
+@dataclass(frozen=True)
+class Pull:
+    """One rank of an engine reads a request of another: both engines, and the block lists of either."""
+
+    sink: Engine
+    source: Engine
+    rank: Rank
+    num_tokens: int
+    mine: dict[GroupName, PackedBlocks]
+    theirs: dict[GroupName, PackedBlocks]
+
+
+@st.composite
+def pulls(draw: st.DrawFn) -> Pull:
+    """Any pull between any two deployments of a model; it may be one that has to be refused."""
+    model: Model = draw(models())
+    sink, source = draw(engines(model, "sink")), draw(engines(model, "source"))
+    num_tokens = draw(st.integers(1, 40))
+    rank = draw(st.sampled_from(sorted(sink.ranks)))
+    mine, theirs = (draw(lists(engine, num_tokens, latest=num_tokens - 1)) for engine in (sink, source))
+    return Pull(sink, source, rank, num_tokens, mine, theirs)
+
+
+def lacks_tokens(pull: Pull) -> bool:
     """Whether some group of the sink requires a token before some list of the source begins."""
     begins = [
-        theirs[g.name].first_token for g in source.group_facts.values() if g.kind is not GroupKind.STATE
+        pull.theirs[g.name].first_token
+        for g in pull.source.group_facts.values()
+        if g.kind is not GroupKind.STATE
     ]
     needs = [
-        max(mine[g.name].first_token, num_tokens - (g.sliding_window or num_tokens))
-        for g in sink.group_facts.values()
-        if g.kind is not GroupKind.STATE and mine[g.name].ids
+        max(pull.mine[g.name].first_token, pull.num_tokens - (g.sliding_window or pull.num_tokens))
+        for g in pull.sink.group_facts.values()
+        if g.kind is not GroupKind.STATE and pull.mine[g.name].ids
     ]
     return any(need < begin for need in needs for begin in begins)

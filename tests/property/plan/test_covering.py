@@ -19,7 +19,7 @@ from kvxferd.plan.covering import CoveredRank, CoverExpander
 from kvxferd.plan.stretches import StretchForm
 from kvxferd.plan.table_cache import TableCache
 from tests.support import brute_force
-from tests.support.layout_strategies import Model, engines, lists, models
+from tests.support.layout_strategies import Pull, pulls
 
 pytestmark = pytest.mark.slow
 
@@ -69,14 +69,10 @@ def stretches_of(part: CoveredRank) -> Iterator[tuple[int, int, StretchForm]]:
 
 
 @BUDGET
-@given(st.data())
-def test_covering_reads_write_what_direct_reads_write(data: st.DataObject) -> None:
-    model: Model = data.draw(models())
-    sink, source = data.draw(engines(model, "sink")), data.draw(engines(model, "source"))
-    num_tokens = data.draw(st.integers(1, 40))
-    rank = data.draw(st.sampled_from(sorted(sink.ranks)))
-    mine = data.draw(lists(sink, num_tokens, latest=num_tokens - 1))
-    theirs = data.draw(lists(source, num_tokens, latest=num_tokens - 1))
+@given(pulls(), st.data())
+def test_covering_reads_write_what_direct_reads_write(pull: Pull, data: st.DataObject) -> None:
+    sink, source, mine, theirs = pull.sink, pull.source, pull.mine, pull.theirs
+    rank, num_tokens = pull.rank, pull.num_tokens
     layout = sink.ranks[rank]
     try:
         plan = make_plan(sink.spec_of(rank), layout, source.spec, source.ranks)

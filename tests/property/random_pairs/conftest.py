@@ -7,11 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from kvxferd.wire.mover import ReadWay
-from tests.support.mover_pair import Movers, real_movers
+from tests.property.random_pairs.checked_pulls import Movers
 
 
 @pytest.fixture(scope="package", params=[ReadWay.DIRECT, ReadWay.COVERING])
 def movers(request: pytest.FixtureRequest) -> Iterator[Movers]:
     """One pair for each way to read, which both keep every promise."""
-    with real_movers(request.param) as made:
-        yield made
+    movers = Movers(request.param)
+    try:
+        yield movers
+    finally:
+        movers.stop()

@@ -10,14 +10,12 @@ from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kvxferd.errors import PlanError
 from kvxferd.ids import Rank
+from tests.property.random_pairs.checked_pulls import Movers, check, in_pool
 from tests.support.attention_engines import blocks, engine
-from tests.support.checked_pull import check, transfer
-from tests.support.layout_strategies import Model, engines, lists, models
-from tests.support.mover_pair import Movers, in_pool
+from tests.support.layout_strategies import Pull, pulls
 
 pytestmark = pytest.mark.process
 
@@ -33,19 +31,14 @@ def test_every_byte_of_random_pairs_through_real_movers(movers: Movers, pytestco
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.data())
-    def one_pair(data: st.DataObject) -> None:
-        model: Model = data.draw(models())
-        sink, source = data.draw(engines(model, "sink")), data.draw(engines(model, "source"))
-        num_tokens = data.draw(st.integers(1, 40))
-        rank = data.draw(st.sampled_from(sorted(sink.ranks)))
-        mine = data.draw(lists(sink, num_tokens, latest=num_tokens - 1))
-        theirs = data.draw(lists(source, num_tokens, latest=num_tokens - 1))
+    @given(pulls())
+    def one_pair(pull: Pull) -> None:
+        sink, source = pull.sink, pull.source
+        request = {"mine": pull.mine, "theirs": pull.theirs, "num_tokens": pull.num_tokens}
         counts["pairs"] += 1
         try:
-            request = {"mine": mine, "theirs": theirs, "num_tokens": num_tokens}
-            moved = transfer(
-                movers, sink.spec_of(rank), sink.ranks[rank], source.spec, source.ranks, **request
+            moved = movers.transfer(
+                sink.spec_of(pull.rank), sink.ranks[pull.rank], source.spec, source.ranks, **request
             )
         except PlanError as error:
             counts[f"refused: {error.code}"] += 1
@@ -62,7 +55,7 @@ def test_the_check_can_fail(movers: Movers) -> None:
     """A byte that changes after the delivery is found, inside the blocks and outside of them."""
     (spec, layout), (remote_spec, theirs) = engine(tp=2)[Rank(0, 0)], engine()[Rank(0, 0)]
     mine, source = blocks([3, 5]), {Rank(0, 0): theirs}
-    assert transfer(movers, spec, layout, remote_spec, source, mine=mine, theirs=mine, num_tokens=8)
+    assert movers.transfer(spec, layout, remote_spec, source, mine=mine, theirs=mine, num_tokens=8)
     view = movers.sink.array[: layout.regions[0].size_bytes + 4096]
     good = view.copy()
     assert check(view, good, in_pool(layout), mine, source, mine) > 0
