@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from kvxferd.errors import Code
@@ -13,7 +10,7 @@ from kvxferd.wire.peer import PEER_VERSIONS
 from kvxferd.wire.worker import WORKER_VERSIONS
 from tests.support.next_build import become_next
 from tests.support.nodes.daemon import Daemon
-from tests.support.nodes.fleet import Fleet, stop_daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, publish, spec_of
 
@@ -21,14 +18,9 @@ NEXT = PEER_VERSIONS.newest + 1
 
 
 @pytest.fixture
-def next_daemon(tmp_path: Path) -> Iterator[Daemon]:
+def next_daemon(fleet: Fleet) -> Daemon:
     """A daemon of the next build."""
-    daemon = Daemon(tmp_path / "next", {}, module="tests.support.next_build")
-    daemon.wait_ready()
-    try:
-        yield daemon
-    finally:
-        stop_daemon(daemon)
+    return fleet.daemon("next", module="tests.support.next_build")
 
 
 def next_rank(fleet: Fleet) -> RankProcess:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvxferd.control.fd_budget import RESERVED_FDS
-from tests.support.nodes.daemon import Daemon, UnreadLog
-from tests.support.nodes.fleet import Fleet, stop_daemon
+from tests.support.nodes.daemon import UnreadLog
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.processes import lives
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
@@ -26,31 +26,27 @@ HEAD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.mark.parametrize("sent", [HEAD, HEAD + b"\r\n"], ids=["unfinished", "idle after an answer"])
-def test_requests_leave_workers_their_descriptors(fleet: Fleet, tmp_path: Path, sent: bytes) -> None:
+def test_requests_leave_workers_their_descriptors(fleet: Fleet, sent: bytes) -> None:
     port = free_port()
     limited = ("prlimit", f"--nofile={DESCRIPTORS}:{DESCRIPTORS}")
-    daemon = Daemon(tmp_path / "node", {}, ("--http-bind", f"127.0.0.1:{port}"), prefix=limited)
-    try:
-        daemon.wait_ready()
-        with ExitStack() as held:
-            clients = []
-            for _ in range(2 * DESCRIPTORS):
-                client = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
-                client.sendall(sent)
-                clients.append(client)
-            wait_until(lambda: daemon.status() is not None, "the flood is accepted")
-            assert len(os.listdir(f"/proc/{daemon.pid}/fd")) < DESCRIPTORS // 2
-            for client in clients * 4:  # their headers never end
-                with suppress(OSError):
-                    client.send(b"X-More: y\r\n")
-            source, sink = fleet.pair(daemon)
-            pull_and_check([sink], publish([source], 1), 1)
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as honest:
-                honest.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-                assert honest.recv(64).startswith(b"HTTP/1.0 200")
-        assert "RLIMIT_NOFILE is 300" in daemon.log_text()
-    finally:
-        assert stop_daemon(daemon) == 0
+    daemon = fleet.daemon("node", "--http-bind", f"127.0.0.1:{port}", prefix=limited)
+    with ExitStack() as held:
+        clients = []
+        for _ in range(2 * DESCRIPTORS):
+            client = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            client.sendall(sent)
+            clients.append(client)
+        wait_until(lambda: daemon.status() is not None, "the flood is accepted")
+        assert len(os.listdir(f"/proc/{daemon.pid}/fd")) < DESCRIPTORS // 2
+        for client in clients * 4:  # their headers never end
+            with suppress(OSError):
+                client.send(b"X-More: y\r\n")
+        source, sink = fleet.pair(daemon)
+        pull_and_check([sink], publish([source], 1), 1)
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as honest:
+            honest.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            assert honest.recv(64).startswith(b"HTTP/1.0 200")
+    assert "RLIMIT_NOFILE is 300" in daemon.log_text()
 
 
 def test_the_soft_limit_is_raised(fleet: Fleet) -> None:
@@ -107,12 +103,7 @@ def test_it_serves_and_ends_although_nobody_reads_its_log(fleet: Fleet, tmp_path
         os.close(daemon.reading)
 
 
-def test_closed_standard_descriptors_go_to_no_socket(tmp_path: Path) -> None:
-    closed = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
-    daemon = Daemon(tmp_path / "node", {}, prefix=closed)
-    try:
-        daemon.wait_ready()
-        open_as = {n: os.readlink(f"/proc/{daemon.pid}/fd/{n}") for n in range(3)}
-        assert open_as == dict.fromkeys(range(3), os.devnull)
-    finally:
-        assert stop_daemon(daemon) == 0
+def test_closed_standard_descriptors_go_to_no_socket(fleet: Fleet) -> None:
+    daemon = fleet.daemon("node", prefix=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"))
+    open_as = {n: os.readlink(f"/proc/{daemon.pid}/fd/{n}") for n in range(3)}
+    assert open_as == dict.fromkeys(range(3), os.devnull)

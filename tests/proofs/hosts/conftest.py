@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -31,9 +30,5 @@ def cable() -> Iterator[Cable]:
 
 
 @pytest.fixture
-def pair(fleet: Fleet, cable: Cable, tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(fleet, cable, tmp_path)
-    try:
-        yield pair
-    finally:
-        pair.stop()
+def pair(cable: Cable, fleet: Fleet) -> Pair:
+    return Pair(fleet, cable)

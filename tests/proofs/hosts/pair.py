@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,7 +11,7 @@ import msgspec
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.network_namespaces import DEVICE, Cable
 from tests.support.nodes.daemon import Daemon
-from tests.support.nodes.fleet import Fleet, stop_daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, spec_of
 
@@ -45,10 +44,9 @@ class Pull(NamedTuple):
 class Pair:
     """A source near, a sink far."""
 
-    def __init__(self, fleet: Fleet, cable: Cable, directory: Path) -> None:
+    def __init__(self, fleet: Fleet, cable: Cable) -> None:
         self.cable = cable
         self._fleet = fleet
-        self._directory = directory
         self._requests = itertools.count(1)
         self._daemons = [self._daemon(0, "near"), self._daemon(1, "far")]
         self.source, self.sink = self._rank(0, "prefill", "HND"), self._rank(1, "decode", "NHD")
@@ -57,9 +55,7 @@ class Pair:
         host = (self.cable.near, self.cable.far)[index]
         environ = {"UCX_TLS": tls_with_cuda("tcp"), "UCX_NET_DEVICES": DEVICE}
         flags = (*FLAGS, "--peer-bind", f"tcp://{host.address}:9441")
-        daemon = Daemon(self._directory / name, environ, flags, prefix=host.prefix)
-        daemon.wait_ready()
-        return daemon
+        return self._fleet.daemon(name, *flags, prefix=host.prefix, **environ)
 
     def _rank(self, index: int, name: str, layout: str, generation: str = "g1") -> RankProcess:
         spec = msgspec.structs.replace(spec_of(name), generation=generation)
@@ -107,7 +103,3 @@ class Pair:
         self._daemons[0].kill()
         self._daemons[0] = self._daemon(0, "successor")
         self.source = self._rank(0, "prefill", "HND", "g2")
-
-    def stop(self) -> None:
-        for daemon in self._daemons:
-            stop_daemon(daemon)

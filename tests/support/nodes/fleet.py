@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +33,10 @@ How = Literal["register", "register_resident"]
 
 
 def start_daemon(
-    directory: Path, environ: Mapping[str, str] | None = None, flags: tuple[str, ...] = ()
+    directory: Path, environ: Mapping[str, str] | None = None, flags: Sequence[str] = (), **how: Any
 ) -> Daemon:
-    """Return a daemon that is ready."""
-    daemon = Daemon(directory, environ or {}, flags)
+    """Return a daemon that is ready. `how`: as of `Daemon`."""
+    daemon = Daemon(directory, environ or {}, flags, **how)
     daemon.wait_ready()
     return daemon
 
@@ -148,9 +148,17 @@ class Fleet:
         assert self._shared[name].environ == settings, f"{name} has other settings"
         return self._shared[name].daemon
 
-    def daemon(self, name: str, *flags: str, **environ: str) -> Daemon:
+    def daemon(
+        self,
+        name: str,
+        *flags: str,
+        prefix: Sequence[str] = (),
+        module: str = "kvxferd.cli",
+        **environ: str,
+    ) -> Daemon:
         """Return one that ends with this test."""
-        daemon = start_daemon(self._directory / name, environ, flags)
+        directory = self._directory / name
+        daemon = start_daemon(directory, environ, flags, prefix=prefix, module=module)
         self._own.append(daemon)
         return daemon
 
