@@ -14,7 +14,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${1:-.venv/bin/python}
 driver=${GPU_CHECK_DRIVER:-cuda}                  # "fake" tries this script and the tests without a GPU
-files="tests/integration/gpu tests/unit/memory/test_driver_contract.py tests/integration/test_device_transfers.py"
+files="tests/integration/gpu tests/unit/memory/test_driver_contract.py"
 [ "$driver" = fake ] && chosen="-k fake" || chosen="-m gpu"
 tests=${GPU_CHECK_TESTS:-$chosen $files}          # words for pytest; the other files import what is not here
 tests_limit_s=${GPU_CHECK_TESTS_LIMIT_S:-1500}    # a test that hangs must not keep the table from being printed

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import msgspec
 import pytest
 import zmq
 
@@ -17,13 +16,13 @@ from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import peer, worker
-from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Versions
+from kvxferd.wire.codec import encode
 from kvxferd.wire.framing import HEADER
-from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_PEER_MESSAGE_BYTES
+from kvxferd.wire.limits import MAX_PEER_MESSAGE_BYTES
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.raw_peer import PeerByHand
 from tests.support.raw_worker import WAIT_S, RawWorker, frame
 
 
@@ -67,21 +66,16 @@ def raw(node: Node) -> Iterator[RawWorker]:
 
 
 @pytest.mark.parametrize(
-    ("content", "code"),
+    ("content", "codes"),
     [
-        (HEADER.pack(MAX_FRAME_BYTES + 1, 0, 0), Code.FRAME_TOO_LARGE),
-        (HEADER.pack(4, 0, 7) + b"abcd", Code.BAD_FRAME),  # not our header
-        (HEADER.pack(4, 0, 0) + b"\xff\xff\xff\xff", Code.BAD_FRAME),  # no msgpack
-        (HEADER.pack(1, 0, 0) + b"\x80", Code.BAD_FRAME),  # a map without a tag
-        (HEADER.pack(9, 0, 0) + b"\x81\xa1t\xa5other", Code.BAD_FRAME),  # an unknown tag
-        (HEADER.pack(1, 1, 0) + b"\x80", Code.BAD_FRAME),  # a descriptor that never came
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", Code.BAD_FRAME),
+        (HEADER.pack(9, 0, 0) + b"\x81\xa1t\xa5other", [Code.BAD_FRAME]),  # an unknown tag
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", [Code.BAD_FRAME, Code.FRAME_TOO_LARGE]),
     ],
 )
-def test_a_bad_frame_costs_its_sender_the_connection(raw: RawWorker, content: bytes, code: Code):
+def test_a_bad_frame_costs_its_sender_the_connection(raw: RawWorker, content: bytes, codes: list[Code]):
     raw.raw(content)
     farewell = raw.await_one(worker.Farewell)
-    assert farewell.code in (code, Code.FRAME_TOO_LARGE if content.startswith(b"GET") else code)
+    assert farewell.code in codes
     assert farewell.message.startswith("cannot")
 
 
@@ -97,16 +91,6 @@ def test_a_truncated_frame_is_nobodys_matter(node: Node):
         connection.close()
 
 
-def test_a_wrong_version_is_told_the_right_ones(node: Node):
-    connection = RawWorker(node.socket, hello=False)
-    farewell = connection.hello(Versions(40, 50))
-    connection.close()
-    assert isinstance(farewell, worker.Farewell)
-    assert farewell.code is Code.BAD_VERSION
-    assert "version 40 to 50" in farewell.message
-    assert "upgrade the older" in farewell.message
-
-
 # --- registrations
 
 
@@ -114,13 +98,6 @@ def layout_for(spec: EngineSpec) -> RankLayout:
     return attention_layout(
         spec=spec, num_kv_heads=8, head_dim=16, block_tokens=16, num_blocks=8, layout="HND"
     )
-
-
-def read_only(fd: int) -> int:
-    """The same memory, which this descriptor cannot write."""
-    reopened = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
-    os.close(fd)
-    return reopened
 
 
 def memfd(size: int, sealed: bool) -> int:
@@ -136,13 +113,9 @@ def memfd(size: int, sealed: bool) -> int:
     [
         (lambda size: memfd(size, sealed=False), Code.REGION_UNSEALED),
         (lambda size: memfd(size - 1, sealed=True), Code.REGION_TOO_SMALL),
-        (lambda size: os.open("/dev/null", os.O_RDWR), Code.REGION_INVALID),
         (lambda size: os.open("/dev/zero", os.O_RDWR), Code.REGION_INVALID),
-        (lambda size: os.open("/", os.O_RDONLY), Code.REGION_INVALID),
-        (lambda size: os.pipe()[0], Code.REGION_INVALID),
-        (lambda size: read_only(memfd(size, sealed=True)), Code.REGION_INVALID),
     ],
-    ids=["unsealed", "too small", "a device", "zeros", "a directory", "a pipe", "read-only"],
+    ids=["unsealed", "too small", "a device"],
 )
 def test_memory_that_is_not_what_it_claims_is_refused_and_the_session_lives(raw: RawWorker, make, code):
     spec = spec_of("bad")
@@ -156,17 +129,6 @@ def test_memory_that_is_not_what_it_claims_is_refused_and_the_session_lives(raw:
         assert isinstance(raw.register(spec, layout, memory.fd), worker.Registered)
 
 
-def test_strides_that_reach_outside_the_region_are_refused(raw: RawWorker):
-    spec = spec_of("bad")
-    layout = layout_for(spec)
-    first = msgspec.structs.replace(layout.tensors[-1], block_stride=1 << 30)
-    broken = msgspec.structs.replace(layout, tensors=(*layout.tensors[:-1], first))
-    with SealedMemory.create(layout.regions[0].size_bytes, "good") as memory:
-        refused = raw.register(spec, broken, memory.fd)
-    assert refused.code is Code.LAYOUT_INVALID
-    assert "layer" in refused.message
-
-
 def test_descriptors_and_regions_that_do_not_match_are_refused(raw: RawWorker):
     spec = spec_of("bad")
     assert raw.register(spec, layout_for(spec)).code is Code.REGION_INVALID
@@ -175,75 +137,35 @@ def test_descriptors_and_regions_that_do_not_match_are_refused(raw: RawWorker):
     assert shifted.code is Code.REGION_TOO_SMALL
 
 
-def test_a_taken_rank_is_refused(node: Node, raw: RawWorker):
-    spec = msgspec.structs.replace(spec_of("prefill"), generation=node.generation)
-    layout = layout_for(spec)
-    with SealedMemory.create(layout.regions[0].size_bytes, "good") as memory:
-        assert raw.register(spec, layout, memory.fd).code is Code.RANK_TAKEN
-
-
-# --- pulls
-
-
-def test_too_few_blocks_and_unknown_names_fail_the_pull_alone(node: Node):
-    ref = publish([node.source], 900)
-    good = list(range(32))
-    for changed, ids, code in (
-        (ref, good[:-1], "blocks-invalid"),
-        (ref, [*good[:-1], good[0]], "blocks-invalid"),
-        (ref | {"engine_id": "nobody"}, good, "engine-unknown"),
-        (ref | {"transfer_id": "nothing"}, good, "transfer-unknown"),
-        (ref | {"nonce": "0" * 32}, good, "nonce-wrong"),
-        (ref | {"generation": "old"}, good, "generation-stale"),
-    ):
-        name, fields = node.sink.end_of(node.sink.pull(changed, ids, 500))
-        assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", code, True), fields
-    node.source.unpublish(ref)
-
-
 # --- the peer socket
 
 
 @pytest.fixture
-def dealer(node: Node) -> Iterator[zmq.Socket]:
-    context = zmq.Context()
-    made = context.socket(zmq.DEALER)
-    made.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
-    made.connect(node.endpoint)
+def bare(node: Node) -> Iterator[PeerByHand]:
+    made = PeerByHand(node.endpoint, None, greet=False)
     yield made
-    made.close(linger=0)
-    context.term()
-
-
-@pytest.mark.parametrize("content", [b"", b"\xc1", b"\x80", b"\x81\xa1t\xa5other", os.urandom(1000)])
-def test_a_bad_peer_message_is_answered_and_nobody_else_notices(dealer, content):
-    dealer.send(content)
-    refused = PEER_MESSAGES.decode(dealer.recv())
-    assert isinstance(refused, peer.PeerRefused)
-    assert refused.code is Code.BAD_FRAME
-
-
-def test_a_peer_message_of_several_parts_is_refused(dealer):
-    dealer.send_multipart([b"a", b"b"])
-    assert PEER_MESSAGES.decode(dealer.recv()).code is Code.BAD_FRAME
-
-
-def test_an_oversized_peer_message_costs_its_sender_the_connection(node: Node, dealer):
-    monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    monitor.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
-    dealer.send(b"x" * (MAX_PEER_MESSAGE_BYTES + 1))
-    assert monitor.recv_multipart()
-    dealer.disable_monitor()
+    made.close()
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("parts", "code"),
     [
-        peer.GrantsRenewed(request=1, ended=()),
-        peer.StillWaiting(request=1),
+        ([b"\x81\xa1t\xa5other"], Code.BAD_FRAME),  # an unknown tag
+        ([b"a", b"b"], Code.BAD_FRAME),
+        ([encode(peer.GrantsRenewed(request=1, ended=()))], Code.OUT_OF_PLACE),  # nobody asked for it
     ],
-    ids=lambda message: type(message).__name__,
 )
-def test_an_answer_that_nobody_asked_for_changes_nothing(dealer, message):
-    dealer.send(encode(message))
-    assert PEER_MESSAGES.decode(dealer.recv()).code is Code.OUT_OF_PLACE
+def test_a_bad_peer_message_is_answered_and_nobody_else_notices(
+    bare: PeerByHand, parts: list[bytes], code: Code
+) -> None:
+    bare.socket.send_multipart(parts)
+    refused = bare.next()
+    assert isinstance(refused, peer.PeerRefused)
+    assert refused.code is code
+
+
+def test_an_oversized_peer_message_costs_its_sender_the_connection(bare: PeerByHand):
+    monitor = bare.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    bare.socket.send(b"x" * (MAX_PEER_MESSAGE_BYTES + 1))
+    assert monitor.poll(int(WAIT_S * 1000))
+    bare.socket.disable_monitor()

@@ -11,20 +11,18 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
-from zmq.utils import z85
 
-from kvxferd.control.curve_keys import make_key
-from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.control.curve_keys import CurveKeyPair, make_key
 from kvxferd.wire.endpoint import address_of
-from kvxferd.wire.peer import PEER_VERSIONS, PeerHello, PeerWelcome
+from kvxferd.wire.peer import PeerWelcome
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
+from tests.support.raw_peer import PeerByHand, stranger_key
 
-REFUSED_MS = 800  # nothing comes back; this is how long nothing is waited for
+REFUSED_S = 0.8  # nothing comes back; this is how long nothing is waited for
 # Shared daemons, and who may greet each. `changing` is of a test's own; a daemon logs who is turned away
 # three times in 10 s for each address: `prefill` and `member` have one test each that looks for that.
 ADMITTED = {
@@ -40,9 +38,9 @@ class Ring:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.friend = zmq.curve_keypair()
+        self.friend = stranger_key()
         self.public = {name: make_key(self.file(name)).public for name in (*ADMITTED, "changing")}
-        self.public |= {"any": "any", "friend": z85.decode(self.friend[0]).hex()}
+        self.public |= {"any": "any", "friend": self.friend.public}
 
     def file(self, name: str) -> Path:
         return self.directory / f"{name}.key"
@@ -74,8 +72,13 @@ def test_an_engine_on_two_nodes_and_its_reader_by_keys(fleet: Fleet, ring: Ring)
         fleet.register(daemon, msgspec.structs.replace(spec, pp_rank=pp_rank))
         for pp_rank, daemon in enumerate((home, member))
     ]
-    sinks = fleet.engine(ring.daemon(fleet, "decode"), spec_of("decode"))
+    sinks = fleet.engine(ring.daemon(fleet, "decode"), spec_of("decode", tp_size=2))
     pull_and_check(sinks, publish(stages, 1), 1)
+    for stage in stages:
+        assert stage.await_event("Released")["why"] == "completed"
+    (engine,) = home.status()["engines"]
+    assert engine["complete"]
+    assert [rank["state"] for rank in engine["ranks"]] == ["ready", "remote"]
 
 
 def test_a_reference_is_followed_only_to_daemons_that_are_allowed(fleet: Fleet, ring: Ring) -> None:
@@ -124,36 +127,23 @@ def test_a_daemon_without_a_key_says_that_it_needs_one(fleet: Fleet, ring: Ring)
 
 
 def greets(
-    daemon: Daemon,
-    server_key: str = "",
-    key: tuple[bytes, bytes] | None = None,
-    limit_ms: int = 30_000,
+    daemon: Daemon, server_key: str = "", key: CurveKeyPair | None = None, limit_s: float = 30.0
 ) -> bool:
-    """Whether the daemon answers a bare peer, in the clear or with that key pair (Z85)."""
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
+    """Whether the daemon answers a bare peer, in the clear or with that key pair."""
+    bare = PeerByHand(f"{address_of(daemon.endpoint)}#{server_key}", key, greet=False)
     try:
-        if key is not None:
-            dealer.curve_serverkey = bytes.fromhex(server_key)
-            dealer.curve_publickey, dealer.curve_secretkey = key
-        dealer.connect(address_of(daemon.endpoint))
-        dealer.send(
-            encode(PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint="tcp://127.0.0.1:1"))
-        )
-        if not dealer.poll(limit_ms):
-            return False
-        return isinstance(PEER_MESSAGES.decode(dealer.recv()), PeerWelcome)
+        bare.say(bare.greeting())
+        return isinstance(bare.next(limit_s), PeerWelcome)
     finally:
-        dealer.close(linger=0)
-        context.term()
+        bare.close()
 
 
 def test_the_peer_socket_answers_allowed_keys_alone(fleet: Fleet, ring: Ring) -> None:
     daemon, own = ring.daemon(fleet, "member"), ring.public["member"]
     assert greets(daemon, own, ring.friend)
-    assert not greets(daemon, limit_ms=REFUSED_MS)
-    assert not greets(daemon, own, zmq.curve_keypair(), REFUSED_MS)
-    assert not greets(daemon, ring.public["friend"], ring.friend, REFUSED_MS)  # not this daemon's key
+    assert not greets(daemon, limit_s=REFUSED_S)
+    assert not greets(daemon, own, stranger_key(), REFUSED_S)
+    assert not greets(daemon, ring.public["friend"], ring.friend, REFUSED_S)  # not this daemon's key
     assert len(daemon.logged("peer turned away")) == 1  # the three of one address, once
 
 
@@ -162,7 +152,7 @@ def test_addresses(fleet: Fleet, tmp_path: Path) -> None:
     file.write_text('[peer]\nallowed_addresses = ["10.9.0.0/16"]\n')
     # Bound to one loopback address and asked from another, so that it is not its own.
     daemon = fleet.daemon("node", "--peer-bind", "tcp://127.0.0.5:0", "--config", str(file))
-    assert not greets(daemon, limit_ms=REFUSED_MS)
+    assert not greets(daemon, limit_s=REFUSED_S)
     file.write_text('[peer]\nallowed_addresses = ["10.9.0.0/16", "127.0.0.0/8"]\n')
     assert daemon.verb("reload").returncode == 0
     assert greets(daemon)

@@ -6,9 +6,9 @@ import json
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from tests.support.doctor_harness import Examination, examine
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, spec_of
+from tests.support.python_process import run_kvxferd
 from tests.support.tool_process import start_tool, tool_directory
 
 pytestmark = pytest.mark.timeout(180)
@@ -116,8 +117,7 @@ def test_a_server_that_is_forgotten_ends(fleet: Fleet) -> None:
     assert released["why"] == "unpublished"
 
 
-def test_without_a_daemon_there_is_no_server(tmp_path: Any) -> None:
-    command = [sys.executable, "-m", "kvxferd.cli", "doctor", "--serve", "--socket", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+def test_without_a_daemon_there_is_no_server(tmp_path: Path) -> None:
+    done = run_kvxferd("doctor", "--serve", "--socket", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "[daemon-lost]" in done.stderr

@@ -5,10 +5,12 @@ Where a rank sleeps meanwhile, what was published of its old memory is never del
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,9 +25,9 @@ from tests.support.client_harness import events_of
 from tests.support.cluster.tcp_proxy import Mode, Proxy
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
-from tests.support.nodes.processes import mappers_of
+from tests.support.nodes.processes import lives, mappers_of
 from tests.support.nodes.rank_process import RankProcess
-from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.requests import TOKENS, ids_for, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
 
@@ -72,27 +74,23 @@ def check_void(scheduler: Publisher, sink: RankProcess, ref: dict[str, Any]) -> 
     assert (ended.code if isinstance(ended, PublishRefused) else ended.why) is Code.RANK_LOST
 
 
-def test_movers_and_memory_go_with_a_killed_daemon(fleet: Fleet):
+def test_movers_and_memory_go_with_a_killed_daemon_and_its_lock_tells_when(fleet: Fleet):
     daemon = fleet.daemon("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     inode, movers = source.memory_inode(), daemon.movers()
+    shared_memory = Path(f"/dev/shm/kvxferd-movers-{daemon.parent()}")
     assert movers
-    daemon.kill()
-    wait_until(lambda: mappers_of(inode) == [source.pid], "only the worker maps its memory", 5.0)
-
-
-def test_a_restarted_daemon_is_found_again_and_serves(fleet: Fleet):
-    daemon = fleet.daemon("node")
-    source, sink = fleet.pair(daemon)
-    pull_and_check([sink], publish([source], 1), 1)
-    daemon.kill()
-    daemon.start()
-    wait_until(
-        lambda: daemon.is_ready and len(daemon.status()["engines"]) == 2, "both registered again", 20.0
-    )
-    # Another port after the restart: references are made anew.
-    wait_until(lambda: all(e["complete"] for e in daemon.status()["engines"]), "both complete", 20.0)
-    pull_and_check([sink], publish([source], 2), 2)
+    assert shared_memory.exists()
+    with (daemon.directory / "private" / "movers.lock").open() as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        daemon.kill()
+        signal.alarm(20)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # granted when the last mover and their parent are gone
+        signal.alarm(0)
+    assert not any(map(lives, movers))
+    assert mappers_of(inode) == [source.pid]
+    assert not shared_memory.exists()
 
 
 def test_a_rank_that_slept_while_its_daemon_was_away_voids_what_its_scheduler_published(fleet: Fleet):

@@ -32,11 +32,11 @@ def receiver() -> Iterator[TraceReceiver]:
         receiver.close()
 
 
-def test_one_tree_over_two_daemons_and_the_error_of_a_pull_that_fails(
+def test_one_tree_over_two_daemons_for_each_that_is_sampled_and_the_error_of_a_pull_that_fails(
     fleet: Fleet, receiver: TraceReceiver
 ) -> None:
     began_ns = time.time_ns()
-    tracing = ("--tracing-endpoint", receiver.endpoint)
+    tracing = ("--tracing-endpoint", receiver.endpoint, "--tracing-sample-ratio", "1")
     prefill, decode = fleet.daemon("prefill", *tracing), fleet.daemon("decode", *tracing)
     (source,) = fleet.engine(prefill, spec_of("prefill"))
     sinks = fleet.engine(decode, spec_of("decode", tp_size=2))
@@ -57,7 +57,7 @@ def test_one_tree_over_two_daemons_and_the_error_of_a_pull_that_fails(
     name, fields = sinks[0].end_of(sinks[0].pull(ref, ids_for(5), TOKENS))
     assert (name, fields["code"]) == ("Failed", "released")
 
-    # Not sampled, invalid, and none at all: pulled as ever, and not traced.
+    # Not sampled: pulled as ever, and not traced. Invalid, and none at all: by the ratio.
     for request, traceparent in ((3, header(QUIET, PREFILL, "00")), (4, "no traceparent"), (5, "")):
         pull_and_check(sinks, published(request, traceparent), request)
         source.await_event("Released")
@@ -71,7 +71,14 @@ def test_one_tree_over_two_daemons_and_the_error_of_a_pull_that_fails(
     second = _tree(receiver, SECOND, num_spans=1 + 1 + 2, parents={PREFILL})
     errors = {name: _named(second, name)[0].is_error for name in ("publish", "pull", "grant")}
     assert errors == {"publish": False, "pull": True, "grant": True}  # its engine withdrew it
-    assert {span.trace_id for span in receiver.spans} == {FIRST, SECOND}
+    others = lambda: {span.trace_id for span in receiver.spans} - {FIRST, SECOND}  # noqa: E731
+    wait_until(lambda: len(others()) == 2, "those by the ratio")
+    for trace_id in others():
+        spans = _tree(receiver, trace_id, num_spans=1 + 2 * (1 + 9), parents={""})
+        (root,) = [span for span in spans if not span.parent_id]
+        assert root.name == "kvxferd.publish"
+        assert [pull.parent_id for pull in _named(spans, "pull")] == [root.span_id] * 2
+    assert QUIET not in others()
     for span in receiver.spans:
         assert began_ns <= span.start_ns <= span.end_ns <= time.time_ns()
         assert span.resource["service.name"] == "kvxferd"
@@ -95,22 +102,6 @@ def _tree(receiver: TraceReceiver, trace_id: str, num_spans: int, parents: set[s
 
 def _named(spans: list[ReceivedSpan], name: str) -> list[ReceivedSpan]:
     return [span for span in spans if span.name == f"kvxferd.{name}"]
-
-
-def test_transfers_without_a_trace_are_sampled_by_ratio_and_still_one_tree(
-    fleet: Fleet, receiver: TraceReceiver
-) -> None:
-    tracing = ("--tracing-endpoint", receiver.endpoint + "/v1/traces", "--tracing-sample-ratio", "1")
-    daemon = fleet.daemon("node", *tracing)
-    sources, sinks = fleet.engine(daemon, spec_of("prefill")), fleet.engine(daemon, spec_of("decode"))
-    pull_and_check(sinks, publish(sources, 1), 1)
-    wait_until(lambda: len(receiver.spans) >= 10, "the spans of both sides")
-    (trace_id,) = {span.trace_id for span in receiver.spans}
-    spans = _tree(receiver, trace_id, num_spans=11, parents={""})
-    (root,) = [span for span in spans if not span.parent_id]
-    assert root.name == "kvxferd.publish"
-    (pull,) = _named(spans, "pull")
-    assert pull.parent_id == root.span_id
 
 
 def test_nothing_of_opentelemetry_is_imported_when_it_is_off(fleet: Fleet, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pickle
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import SimpleNamespace
@@ -262,3 +262,16 @@ class EngineUnderTest:
 
     def close(self) -> None:
         self._stack.close()
+
+
+@contextmanager
+def engines_on(daemon: Daemon) -> Iterator[Callable[..., EngineUnderTest]]:
+    """Make engines on a daemon by name, with facts as of `EngineUnderTest`; they are gone at the end."""
+    with ExitStack() as stack:
+
+        def make(engine_id: str, **facts: Any) -> EngineUnderTest:
+            made = EngineUnderTest(daemon, engine_id, **facts)
+            stack.callback(made.close)
+            return made
+
+        yield make

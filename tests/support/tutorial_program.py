@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.support.documented_commands import ROOT
+from tests.support.python_process import run_python
 
 PAGE = ROOT / "docs" / "tutorial" / "tensors.md"
 
@@ -18,13 +17,6 @@ def run(program: str, socket: str, tmp_path: Path) -> str:
     path.write_text(program)
     path_names = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(path_names)}
-    ran = subprocess.run(
-        [sys.executable, str(path), socket],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    ran = run_python(path, socket, env=environ, timeout_s=100)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout

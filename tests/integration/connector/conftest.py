@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
-from tests.support.connector_harness import EngineUnderTest
+from tests.support.connector_harness import EngineUnderTest, engines_on
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 
@@ -22,11 +20,5 @@ def daemon(request: pytest.FixtureRequest, fleet: Fleet) -> Daemon:
 @pytest.fixture
 def engine(daemon: Daemon) -> Iterator[Callable[..., EngineUnderTest]]:
     """Make engines on the daemon."""
-    with ExitStack() as stack:
-
-        def make(engine_id: str, **facts: Any) -> EngineUnderTest:
-            made = EngineUnderTest(daemon, engine_id, **facts)
-            stack.callback(made.close)
-            return made
-
+    with engines_on(daemon) as make:
         yield make

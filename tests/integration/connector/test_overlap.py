@@ -6,15 +6,14 @@ The cache holds poison where it is not written; blocks that the connector keeps 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
 from kvxferd.integrations.vllm.session.step_metadata import StepMetadata, WrittenSpec
-from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest, Request, Status
+from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest, Request, Status, engines_on
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.waiting import wait_until
@@ -29,12 +28,7 @@ INTO = [9, 10, 11, 12]
 class Overlap:
     """Two engines, and the reference of a request that neither has yet."""
 
-    def __init__(self, daemon: Daemon, stack: ExitStack) -> None:
-        def engine(name: str, **facts: Any) -> EngineUnderTest:
-            made = EngineUnderTest(daemon, name, **facts)
-            stack.callback(made.close)
-            return made
-
+    def __init__(self, daemon: Daemon, engine: Callable[..., EngineUnderTest]) -> None:
         self.daemon = daemon
         self.asked: list[Request] = []
         self.prefill = engine("prefill", publishes=True, early=LIMITS)
@@ -131,8 +125,9 @@ class Overlap:
 
 @pytest.fixture(scope="module")
 def shared_overlap(module_fleet: Fleet) -> Iterator[Overlap]:
-    with ExitStack() as stack:
-        yield Overlap(module_fleet.shared("node"), stack)
+    daemon = module_fleet.shared("node")
+    with engines_on(daemon) as engine:
+        yield Overlap(daemon, engine)
 
 
 @pytest.fixture

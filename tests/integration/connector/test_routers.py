@@ -7,14 +7,14 @@ a process, and stand-ins that send what vLLM's proxy and llm-d's sidecar send.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
-from tests.support.connector_harness import EngineUnderTest
+from tests.support.connector_harness import engines_on
 from tests.support.http_engine import CHAT, COMPLETIONS, HttpEngine, content_of, prompt_of
 from tests.support.nodes.fleet import Fleet
 from tests.support.router_protocols import (
@@ -28,57 +28,42 @@ from tests.support.router_protocols import (
 )
 from tests.support.vllm_servers.router_process import RouterProcess
 
-Send = Callable[..., Answer]
-
 
 class Engines:
     """Two prefill engines and a decode engine on one daemon, another that fails, and the ways to them."""
 
     def __init__(self, fleet: Fleet, stack: ExitStack) -> None:
-        daemon = fleet.shared("node")
+        make = stack.enter_context(engines_on(fleet.shared("node")))
 
-        def engine(name: str, publishes: bool, early: EarlyPullLimits | None = None) -> HttpEngine:
-            made = EngineUnderTest(daemon, name, publishes=publishes, early=early)
-            stack.callback(made.close)
-            served = HttpEngine(made)
+        def engine(name: str, **facts: Any) -> HttpEngine:
+            served = HttpEngine(make(name, **facts))
             stack.callback(served.close)
             return served
 
-        self.prefill = [engine(f"prefill-{number}", True) for number in range(2)]
-        self.decode = engine("decode", False, EarlyPullLimits(num_requests=8, num_blocks=64))
-        urls = [one.url for one in self.prefill]
-        self._proxy = VllmProxy(urls, [self.decode.url])
-        stack.callback(self._proxy.close)
-        self._sidecar = LlmdSidecar(self.decode.url)
-        stack.callback(self._sidecar.close)
-        self._router = RouterProcess(self.prefill[0].url, self.decode.url)
-        stack.callback(self._router.stop)
-        self.failing = engine("failing-decode", False)
-        two = ("--decode", self.failing.url)
-        self._retrying = RouterProcess(self.prefill[0].url, self.decode.url, *two)
-        stack.callback(self._retrying.stop)
-        self._overlapping = RouterProcess(self.prefill[0].url, self.decode.url, "--overlap")
-        stack.callback(self._overlapping.stop)
+        def router(decode: HttpEngine, *options: str) -> str:
+            made = RouterProcess(self.prefill[0].url, decode.url, *options)
+            stack.callback(made.stop)
+            return made.url
 
-    def through_proxy(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
-        """Send a request through vLLM's proxy."""
-        return post(self._proxy.url, path, body, headers)
+        self.prefill = [engine(f"prefill-{number}", publishes=True) for number in range(2)]
+        self.decode = engine("decode", early=EarlyPullLimits(num_requests=8, num_blocks=64))
+        self.failing = engine("failing-decode")
+        proxy = VllmProxy([one.url for one in self.prefill], [self.decode.url])
+        stack.callback(proxy.close)
+        sidecar = LlmdSidecar(self.decode.url)
+        stack.callback(sidecar.close)
+        self._urls = {
+            "proxy": proxy.url,
+            "sidecar": sidecar.url,
+            "router": router(self.decode),
+            "with two": router(self.decode, "--decode", self.failing.url),
+            "overlapping": router(self.decode, "--overlap"),
+        }
 
-    def through_sidecar(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
-        """Send it to the decode engine's sidecar, with the header that llm-d's scheduler sets."""
-        return post(self._sidecar.url, path, body, {PREFILLER_HEADER: self.prefill[1].host_port} | headers)
-
-    def through_router(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
-        """Send it through the example router."""
-        return post(self._router.url, path, body, headers)
-
-    def through_retrying_router(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
-        """Send it through the example router that has two decode engines."""
-        return post(self._retrying.url, path, body, headers)
-
-    def through_overlapping_router(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
-        """Send it through the example router that asks both engines at once."""
-        return post(self._overlapping.url, path, body, headers)
+    def send(self, router: str, body: dict[str, Any], path: str = COMPLETIONS) -> Answer:
+        """Send a request through a router; to llm-d's sidecar with the header that its scheduler sets."""
+        headers = {PREFILLER_HEADER: self.prefill[1].host_port} if router == "sidecar" else {}
+        return post(self._urls[router], path, body, headers)
 
     def start_over(self) -> None:
         for one in (*self.prefill, self.decode):
@@ -97,7 +82,7 @@ def engines(shared_engines: Engines) -> Engines:
     return shared_engines
 
 
-ROUTERS = ["through_proxy", "through_sidecar", "through_router"]
+ROUTERS = ["proxy", "sidecar", "router"]
 PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 REQUESTS = {
     COMPLETIONS: {"prompt": PROMPT, "max_tokens": 40},
@@ -112,8 +97,7 @@ def test_the_cache_moves(engines: Engines, router: str, path: str, stream: bool)
     body: dict[str, Any] = dict(REQUESTS[path])
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    sent: Send = getattr(engines, router)
-    reply = sent(path, body)
+    reply = engines.send(router, body, path)
 
     prompt = prompt_of(path, body)
     assert (reply.status, reply.content_type == "text/event-stream") == (200, stream)
@@ -135,10 +119,7 @@ def test_the_cache_moves(engines: Engines, router: str, path: str, stream: bool)
 
 
 def test_min_tokens_go_to_the_decode_engine_alone(engines: Engines) -> None:
-    assert (
-        engines.through_router(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 40, "min_tokens": 20}).status
-        == 200
-    )
+    assert engines.send("router", {"prompt": PROMPT, "max_tokens": 40, "min_tokens": 20}).status == 200
     (prefilled,) = [served for one in engines.prefill for served in one.served]
     (decoded,) = engines.decode.served
     assert "min_tokens" not in prefilled.body
@@ -152,8 +133,7 @@ def test_a_prefill_without_parameters_is_computed_by_the_decode_engine(
     """As where the daemon of the prefill node is away: routers send null, or nothing at all."""
     for one in engines.prefill:
         monkeypatch.setattr(one.engine, "prefill", lambda *_: None)
-    sent: Send = getattr(engines, router)
-    assert sent(COMPLETIONS, REQUESTS[COMPLETIONS]).status == 200
+    assert engines.send(router, REQUESTS[COMPLETIONS]).status == 200
     assert engines.decode.served[0].num_pulled == 0
 
 
@@ -163,8 +143,7 @@ def test_a_prefill_that_fails_reaches_the_client_and_no_decode_engine(
 ) -> None:
     for one in engines.prefill:
         monkeypatch.setattr(one, "handle", lambda *_: error(503, "the engine is dead"))
-    sent: Send = getattr(engines, router)
-    assert sent(COMPLETIONS, REQUESTS[COMPLETIONS]).status in (500, 503)
+    assert engines.send(router, REQUESTS[COMPLETIONS]).status in (500, 503)
     assert engines.decode.served == []
 
 
@@ -186,7 +165,7 @@ def test_a_decode_engine_that_fails_leaves_the_request_to_the_next(
 
     monkeypatch.setattr(engines.failing, "handle", fails)
     for _ in range(2):  # engines take turns
-        reply = engines.through_retrying_router(COMPLETIONS, REQUESTS[COMPLETIONS])
+        reply = engines.send("with two", REQUESTS[COMPLETIONS])
         assert (reply.status, reply.chunks[0]["choices"][0]["token_ids"]) == (200, [content_of(PROMPT)])
         assert engines.decode.served[-1].num_pulled == len(PROMPT)
     engines.prefill[0].wait_until_released(2)
@@ -196,7 +175,7 @@ def test_a_decode_engine_that_fails_leaves_the_request_to_the_next(
 def test_the_overlapping_router_gives_both_engines_one_reference(engines: Engines, stream: bool) -> None:
     body = REQUESTS[COMPLETIONS] | {"stream": stream}
     for _ in range(2):  # the first learns the engine, where no test before did
-        reply = engines.through_overlapping_router(COMPLETIONS, body)
+        reply = engines.send("overlapping", body)
         assert (reply.status, reply.chunks[0]["choices"][0]["token_ids"]) == (200, [content_of(PROMPT)])
     prefilled, decoded = engines.prefill[0].served[-1], engines.decode.served[-1]
     assert decoded.num_pulled == len(PROMPT)
@@ -209,17 +188,17 @@ def test_the_overlapping_router_gives_both_engines_one_reference(engines: Engine
 def test_a_prefill_that_fails_ends_the_decode_engine_s_request(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines.through_overlapping_router(COMPLETIONS, REQUESTS[COMPLETIONS])
+    engines.send("overlapping", REQUESTS[COMPLETIONS])
     monkeypatch.setattr(engines.prefill[0], "handle", lambda *_: error(503, "the engine is dead"))
     monkeypatch.setattr(engines.decode, "handle", lambda *_: error(500, "its cache did not come"))
-    assert engines.through_overlapping_router(COMPLETIONS, REQUESTS[COMPLETIONS]).status == 503
+    assert engines.send("overlapping", REQUESTS[COMPLETIONS]).status == 503
 
 
 def test_a_cache_by_another_reference_is_decoded_by_that(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prefill engine has been restarted, or has taken the first back."""
-    engines.through_overlapping_router(COMPLETIONS, REQUESTS[COMPLETIONS])
+    engines.send("overlapping", REQUESTS[COMPLETIONS])
     publish, decode = engines.prefill[0].engine.prefill, engines.decode.handle
     monkeypatch.setattr(engines.prefill[0].engine, "prefill", lambda *what, **_: publish(*what))
 
@@ -229,7 +208,7 @@ def test_a_cache_by_another_reference_is_decoded_by_that(
         return decode(path, body, headers)
 
     monkeypatch.setattr(engines.decode, "handle", handle)
-    reply = engines.through_overlapping_router(COMPLETIONS, REQUESTS[COMPLETIONS])
+    reply = engines.send("overlapping", REQUESTS[COMPLETIONS])
     assert reply.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
     assert engines.decode.served[-1].num_pulled == len(PROMPT)
 

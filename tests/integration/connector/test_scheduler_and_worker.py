@@ -250,19 +250,6 @@ def test_a_scheduler_without_a_publisher_leaves_the_request_to_its_reader(engine
     assert decode.prefill("p-1", 8, [1, 2], fill=5) is None
 
 
-def test_the_daemon_lets_go_of_a_suspended_rank(pair: Pair) -> None:
-    prefill, decode = pair
-    decode.worker.suspend()
-    params = prefill.prefilled("p-1", 8, [1, 2], fill=5)
-    decode.decode("d-1", 8, [10, 11], params)
-    assert decode.step_until(lambda r: bool(r.received), "the pull is over").failed == {"d-1"}
-    decode.worker.resume(decode.regions())
-    params = prefill.prefilled("p-2", 8, [3, 4], fill=6)
-    decode.decode("d-2", 8, [12, 13], params)
-    assert not decode.step_until(lambda r: bool(r.received), "the pull is over").failed
-    assert (decode.bytes[[12, 13]] == 6).all()
-
-
 class Work:
     """What an engine has launched."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -22,24 +23,8 @@ def placement_of(node: Daemon, engine: str) -> dict[str, Any]:
     return rank["placement"]
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-def test_a_tensor_of_any_allocator_is_read_and_written(fleet: Fleet, driver: str, allocator: str) -> None:
-    """Where it can be placed depends on the allocator; that it arrives does not."""
-    node = daemon(fleet, "node", driver)
-    store = {"tensor": allocator, "driver": driver}
-    sources = fleet.engine(node, spec_of("prefill"), store=store, **BIG)
-    sinks = fleet.engine(node, spec_of("decode"), store=store, **BIG)
-    for request in range(2):
-        pull_and_check(sinks, publish(sources, request), request)
-    found = placement_of(node, "decode")
-    if driver == FAKE:
-        assert found["kind"] == PLACEMENTS[allocator]
-    else:
-        assert found["kind"] in ("direct", "resident", "staged")
-        assert found["kind"] != "direct" or allocator != "default"
-
-
 def test_every_allocator_reads_every_other(fleet: Fleet, driver: str) -> None:
+    """Where a tensor can be placed depends on its allocator; that it arrives does not."""
     node = daemon(fleet, "node", driver)
     ranks = {
         allocator: fleet.engine(
@@ -47,12 +32,15 @@ def test_every_allocator_reads_every_other(fleet: Fleet, driver: str) -> None:
         )
         for allocator in ALLOCATORS
     }
-    request = 0
-    for source in ALLOCATORS:
-        for sink in ALLOCATORS:
-            if source != sink:
-                request += 1
-                pull_and_check(ranks[sink], publish(ranks[source], request), request)
+    for request, (source, sink) in enumerate(itertools.permutations(ALLOCATORS, 2)):
+        pull_and_check(ranks[sink], publish(ranks[source], request), request)
+    for allocator in ALLOCATORS:
+        kind = placement_of(node, allocator)["kind"]
+        if driver == FAKE:
+            assert kind == PLACEMENTS[allocator]
+        else:
+            assert kind in ("direct", "resident", "staged")
+            assert kind != "direct" or allocator != "default"
 
 
 @pytest.mark.parametrize("allocator", ["expandable", "pool"])
@@ -60,7 +48,7 @@ def test_a_tensor_that_must_be_staged(fleet: Fleet, driver: str, allocator: str)
     node = daemon(fleet, "node", driver, placement="staged")
     store = {"tensor": allocator, "driver": driver}
     sources = fleet.engine(node, spec_of("prefill"), store=store, **BIG)
-    sinks = fleet.engine(node, spec_of("decode"), store=store, **BIG)
+    sinks = fleet.engine(node, spec_of("decode"), store={"driver": driver}, **BIG)
     pull_and_check(sinks, publish(sources, 1), 1)
     found = placement_of(node, "prefill")
     if driver == FAKE:
@@ -71,9 +59,8 @@ def test_a_tensor_that_must_be_staged(fleet: Fleet, driver: str, allocator: str)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_a_tensor_sleeps_and_wakes(fleet: Fleet, driver: str, allocator: str) -> None:
     node = daemon(fleet, "node", driver)
-    store = {"tensor": allocator, "driver": driver}
-    sources = fleet.engine(node, spec_of("prefill"), store=store, **BIG)
-    (sink,) = fleet.engine(node, spec_of("decode"), store=store, **BIG)
+    sources = fleet.engine(node, spec_of("prefill"), store={"driver": driver}, **BIG)
+    (sink,) = fleet.engine(node, spec_of("decode"), store={"tensor": allocator, "driver": driver}, **BIG)
     pull_and_check([sink], publish(sources, 1), 1)
     sink.suspend()
     sink.await_event("Suspended")

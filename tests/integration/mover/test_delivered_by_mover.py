@@ -25,9 +25,9 @@ Make = Callable[..., Worker]
 
 @pytest.mark.parametrize("before", [None, PiecesRead(bytes=1 << 40, runs=7, wire_s=2.0)])
 async def test_the_worker_hears_of_what_is_delivered_with_the_pieces_before(
-    pair: tuple[Node, Node], connect: Connect, before: PiecesRead | None
+    node: Node, connect: Connect, before: PiecesRead | None
 ) -> None:
-    source, reader = await connect(pair[0], pair[1])
+    source, reader = await connect(node, node)
     number = reader.start([source], source.place(0, WORD), [1, 2], [3, 4], before=before)
     outcome = await reader.outcome(number)
     assert outcome.delivered
@@ -42,8 +42,8 @@ async def test_the_worker_hears_of_what_is_delivered_with_the_pieces_before(
     )
 
 
-async def test_of_what_failed_the_daemon_speaks(pair: tuple[Node, Node], connect: Connect) -> None:
-    source, reader = await connect(pair[0], pair[1])
+async def test_of_what_failed_the_daemon_speaks(node: Node, connect: Connect) -> None:
+    source, reader = await connect(node, node)
     source.page.overwrite(0)
     outcome = await reader.read(source, [1], [3])
     assert outcome.code is Code.RELEASED
@@ -52,8 +52,8 @@ async def test_of_what_failed_the_daemon_speaks(pair: tuple[Node, Node], connect
         reader.worker.deliveries.recv(MAX_DELIVERY_BYTES)
 
 
-async def test_a_full_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], connect: Connect) -> None:
-    source, reader = await connect(pair[0], pair[1])
+async def test_a_full_socket_leaves_it_to_the_daemon(node: Node, connect: Connect) -> None:
+    source, reader = await connect(node, node)
     with suppress(BlockingIOError):
         while True:
             reader.worker.mover_end.send(b"x")
@@ -68,12 +68,12 @@ async def test_a_full_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], co
     ids=["epoll", "a path"],
 )
 async def test_what_takes_no_packet_leaves_it_to_the_daemon(
-    pair: tuple[Node, Node], make_worker: Make, make: Callable[[], Any]
+    node: Node, make_worker: Make, make: Callable[[], Any]
 ) -> None:
-    source = await serve(pair[0], make_worker("P"))
+    source = await serve(node, make_worker("P"))
     rank = make_worker("D")
     with make() as other:
-        reader = await sink(pair[1], dataclasses.replace(rank, mover_end=other), [source])
+        reader = await sink(node, dataclasses.replace(rank, mover_end=other), [source])
     source.page.write(7, WORD)
     outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
     assert outcome.delivered
@@ -81,10 +81,8 @@ async def test_what_takes_no_packet_leaves_it_to_the_daemon(
     source.close()
 
 
-async def test_a_second_bind_leaves_the_socket_of_the_first(
-    pair: tuple[Node, Node], connect: Connect
-) -> None:
-    source, reader = await connect(pair[0], pair[1])
+async def test_a_second_bind_leaves_the_socket_of_the_first(node: Node, connect: Connect) -> None:
+    source, reader = await connect(node, node)
     assert (await reader.read(source, [1], [3])).sent_to_worker
     reader.worker.deliveries.recv(MAX_DELIVERY_BYTES)
     before = open_files(reader.mover.pid)  # connected by now
@@ -92,7 +90,7 @@ async def test_a_second_bind_leaves_the_socket_of_the_first(
     with others_end, others:
         again = Bind(regions=reader.worker.export())
         reader.mover.send(again, (reader.worker.memory.fd, others.fileno(), reader.worker.pidfd))
-        assert (await pair[1].received(reader.mover, BindRefused)).code is Code.OUT_OF_PLACE
+        assert (await node.received(reader.mover, BindRefused)).code is Code.OUT_OF_PLACE
     assert open_files(reader.mover.pid) == before
     outcome = await reader.read(source, [1], [3])
     assert outcome.sent_to_worker

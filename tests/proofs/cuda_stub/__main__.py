@@ -27,7 +27,7 @@ NODES = {
         (
             CHECKS,
             "tests/unit/memory/test_driver_contract.py",
-            "tests/integration/test_device_transfers.py",
+            "tests/integration/gpu/test_device_transfers.py",
             "tests/integration/gpu/test_covering.py",
         ),
     ),

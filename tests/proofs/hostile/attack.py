@@ -21,12 +21,13 @@ from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.die_with_parent import die_with_parent
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.child_process import ChildError
-from tests.proofs.hostile.raw_protocol import PeerByHand, WorkerByHand
+from tests.proofs.hostile.raw_protocol import WorkerByHand
 from tests.proofs.hostile.stage import Node, Stage
 from tests.proofs.hostile.users import HOSTILE, ROOT, STRANGER
 from tests.support.nodes.processes import descendants
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check
+from tests.support.raw_peer import PeerByHand
 
 # Who attacks. A stranger has no permission on the worker socket and no key; a user may connect; a worker
 # has a registered rank of its own; a router hands out references; a peer has a key that the daemons admit.

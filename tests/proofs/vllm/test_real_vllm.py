@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ from kvxferd.integrations.vllm.session.request_params import ref_from_params
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
 from kvxferd.plan import TransferTopology
-from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest
+from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest, engines_on
 from tests.support.documented_commands import ROOT, commands_of
 from tests.support.fetched_engine import register
 from tests.support.nodes.daemon import Daemon
@@ -49,13 +48,7 @@ def daemon(fleet: Fleet) -> Daemon:
 @pytest.fixture
 def engine(daemon: Daemon) -> Iterator[Callable[..., EngineUnderTest]]:
     """Make engines on the daemon."""
-    with ExitStack() as stack:
-
-        def make(engine_id: str, **facts: Any) -> EngineUnderTest:
-            made = EngineUnderTest(daemon, engine_id, **facts)
-            stack.callback(made.close)
-            return made
-
+    with engines_on(daemon) as make:
         yield make
 
 

@@ -19,7 +19,7 @@ from kvxferd.wire.common import Binding, RankManifest, RegionAddress, TransferRe
 from kvxferd.wire.endpoint import address_of
 from tests.proofs.hostile.attack import Scene, attack
 from tests.proofs.hostile.honest_ranks import pass_by
-from tests.proofs.hostile.raw_protocol import PeerByHand, stranger_key
+from tests.support.raw_peer import PeerByHand, stranger_key
 
 ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 

@@ -8,17 +8,19 @@ import signal
 import pytest
 
 from tests.support.device_daemon import BIG, daemon
-from tests.support.devices import DRIVERS, driver_or_skip, used_bytes
+from tests.support.devices import driver_or_skip, used_bytes
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 
 
-@pytest.fixture(params=DRIVERS)
-def driver(request: pytest.FixtureRequest) -> str:
-    driver_or_skip(request.param)
-    return request.param
+def pair(fleet: Fleet, node: Daemon, driver: str) -> tuple[RankProcess, RankProcess]:
+    """Two engines of one rank in a GPU."""
+    (source,) = fleet.engine(node, spec_of("prefill"), store={"driver": driver}, **BIG)
+    (sink,) = fleet.engine(node, spec_of("decode"), store={"driver": driver}, **BIG)
+    return source, sink
 
 
 @pytest.mark.parametrize(
@@ -61,14 +63,6 @@ def test_what_nixl_cannot_reach_is_copied(fleet: Fleet, driver: str, source: str
         pull_and_check(sinks, publish(sources, request), request)
 
 
-def test_what_is_chosen_by_itself_delivers(fleet: Fleet, driver: str) -> None:
-    """Directly, or by copies where NIXL reads the GPU over TCP."""
-    node = daemon(fleet, "node", driver, placement="auto")
-    sources = fleet.engine(node, spec_of("prefill"), store={"driver": driver}, **BIG)
-    sinks = fleet.engine(node, spec_of("decode"), store={"driver": driver}, layout="NHD", **BIG)
-    pull_and_check(sinks, publish(sources, 1), 1)
-
-
 def test_more_allocations_than_a_frame_has_descriptors(fleet: Fleet, driver: str) -> None:
     """600 handles on the fake driver; on a GPU, whose handles are larger, as many as 48 MiB have."""
     node = daemon(fleet, "node", driver)
@@ -104,14 +98,13 @@ def test_memory_is_free_when_its_worker_is_killed(fleet: Fleet, driver: str) -> 
 
 def test_a_killed_mover_is_replaced(fleet: Fleet, driver: str) -> None:
     node = daemon(fleet, "node", driver)
-    sources = fleet.engine(node, spec_of("prefill"), store={"driver": driver}, **BIG)
-    sinks = fleet.engine(node, spec_of("decode"), store={"driver": driver}, **BIG)
-    pull_and_check(sinks, publish(sources, 1), 1)
+    source, sink = pair(fleet, node, driver)
+    pull_and_check([sink], publish([source], 1), 1)
     agents = agents_of(node)
     for mover in node.movers():
         os.kill(mover, signal.SIGKILL)
     wait_until(lambda: len(agents_of(node)) == 2 and not agents & agents_of(node), "both movers replaced")
-    pull_and_check(sinks, publish(sources, 2), 2)
+    pull_and_check([sink], publish([source], 2), 2)
 
 
 def test_sleep_and_wake(fleet: Fleet, driver: str) -> None:
@@ -120,9 +113,8 @@ def test_sleep_and_wake(fleet: Fleet, driver: str) -> None:
     uuid = count.devices()[0].uuid
     node = daemon(fleet, "node", driver)
     before = used_bytes(count, uuid)
-    sources = fleet.engine(node, spec_of("prefill"), store={"driver": driver}, **BIG)
-    (sink,) = fleet.engine(node, spec_of("decode"), store={"driver": driver}, **BIG)
-    pull_and_check([sink], publish(sources, 1), 1)
+    source, sink = pair(fleet, node, driver)
+    pull_and_check([sink], publish([source], 1), 1)
     used = used_bytes(count, uuid)
     for request in (2, 3):
         sink.suspend()
@@ -131,7 +123,7 @@ def test_sleep_and_wake(fleet: Fleet, driver: str) -> None:
         assert used_bytes(count, uuid) < used, "nobody else keeps it"
         sink.allocate()
         sink.resume()
-        pull_and_check([sink], publish(sources, request), request)
+        pull_and_check([sink], publish([source], request), request)
     assert used_bytes(count, uuid) > before
 
 
