@@ -21,7 +21,6 @@ from kvxferd.core.effects import (
     CloseWorkerConnection,
     CommitRegionFds,
     CountServed,
-    CreateFencePage,
     Effect,
     EmitRecord,
     ForkMover,
@@ -110,8 +109,6 @@ class EffectRunner:
                 self.worker_socket.close(effect.session)
             case CommitRegionFds():
                 self.worker_socket.commit_region_fds(effect.session)
-            case CreateFencePage():
-                self.worker_socket.make_fence_page(effect.session)
             case OverwriteFenceWord():
                 self.worker_socket.overwrite_fence_word(effect.session, effect.slot)
             case StartForkserver():
@@ -188,10 +185,10 @@ class EffectRunner:
             self.movers.kill(effect.mover)
 
     def _share_fence_page(self, effect: ShareFencePage) -> None:
-        fd = self.worker_socket.fence_page_fd(effect.session)
-        if fd < 0:
-            return
         try:
+            fd = self.worker_socket.fence_page_fd(effect.session)
+            if fd < 0:
+                return
             message = MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
             self.movers.send(effect.mover, message, (fd,))
         except OSError as error:

@@ -28,7 +28,7 @@ class WorkerConnection:
     exit_fd: int  # readable once the worker is dead: a pidfd, or else a pipe
     exit_pipe_writer: int  # if `exit_fd` is a pipe, its other end; else -1
     has_first_frame: bool = False  # whose versions were checked
-    fence_page: FencePage | None = None
+    fence_page: FencePage | None = None  # from its first use on
     pending_delivery_fd: int = -1  # of a registration that is not committed; -1: there is none
     delivery_fd: int = -1  # on which movers send Delivered themselves
     is_admitted: bool = False  # its registration or attachment was found valid
@@ -54,6 +54,12 @@ class WorkerConnection:
         self.close_pending()
         close_fds([*self.registered_fds, *own])
         self.registered_fds = ()
+
+    def page(self) -> FencePage:
+        """Return the session's fence page, made at its first use. Raises OSError."""
+        if self.fence_page is None:
+            self.fence_page = FencePage.create()
+        return self.fence_page
 
     def charge(self, shares: FairShare, name: str, amount: int) -> bool:
         """Count for the user what the session keeps now. False: it is more, and more than the user may."""

@@ -28,7 +28,6 @@ from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolE
 from kvxferd.frame_socket import close_fds, new_read_buffer
 from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import SessionId
-from kvxferd.memory.fence import FencePage
 from kvxferd.unix_socket import Credentials, bind_unix_socket, credentials_of, is_own_uid, open_exit_fds
 from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first_frame, encode
 from kvxferd.wire.common import FdBatch, Message
@@ -380,25 +379,13 @@ class WorkerSocket:
         mover, connection.mover_socket = connection.mover_socket, None
         return mover, (connection.credentials.pid, death)
 
-    def make_fence_page(self, session: SessionId) -> None:
-        """Create the session's fence page, unless it has one. If that fails, close the session."""
-        connection = self._connections.get(session)
-        if connection is None or connection.fence_page is not None:
-            return
-        try:
-            connection.fence_page = FencePage.create()
-        except OSError as error:
-            text = f"cannot make a fence page: {error.strerror}; try again later"
-            count_busy_refusal("open_files")
-            self._disconnect(connection, KvxferdError(text, Code.BUSY))
-
     def send_with_fence_page(self, session: SessionId, message: Message) -> None:
         """Queue a frame with the descriptor of the session's fence page. If that fails, close the session."""
         connection = self._connections.get(session)
-        if connection is None or connection.fence_page is None:
-            return  # its page could not be created, so it is being closed
+        if connection is None:
+            return
         try:
-            page = os.dup(connection.fence_page.fd)
+            page = os.dup(connection.page().fd)
         except OSError as error:
             text = f"cannot hand out a fence page: {error.strerror}; try again later"
             count_busy_refusal("open_files")
@@ -434,8 +421,6 @@ class WorkerSocket:
         return not watch.poll(0)
 
     def fence_page_fd(self, session: SessionId) -> int:
-        """Return the descriptor of the session's fence page; -1 if the session is gone."""
+        """Return the descriptor of the session's fence page; -1 if the session is gone. Raises OSError."""
         connection = self._connections.get(session)
-        return (
-            connection.fence_page.fd if connection is not None and connection.fence_page is not None else -1
-        )
+        return connection.page().fd if connection is not None else -1

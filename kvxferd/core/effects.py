@@ -15,8 +15,8 @@ NO_USER = -1  # no user: the node acts for itself
 class SendToWorker(msgspec.Struct, frozen=True):
     """Send a frame to a session, with its fence page or with the pidfd of a mover.
 
-    Where the pidfd cannot be attached the frame is not sent, and `PidfdNotSent` follows. Where the page
-    cannot be attached the session is closed.
+    Where the pidfd cannot be attached the frame is not sent, and `PidfdNotSent` follows. Where the page,
+    which is made at its first use, cannot be attached the session is closed.
     """
 
     session: SessionId
@@ -33,12 +33,6 @@ class CloseWorkerConnection(msgspec.Struct, frozen=True):
 
 class CommitRegionFds(msgspec.Struct, frozen=True):
     """Make the descriptors of the session's last `Register` or `Resume` its rank's memory."""
-
-    session: SessionId
-
-
-class CreateFencePage(msgspec.Struct, frozen=True):
-    """Create the session's fence page if it has none. A failure ends the session."""
 
     session: SessionId
 
@@ -148,7 +142,7 @@ class MakePlan(msgspec.Struct, frozen=True):
 
 
 Effect = (
-    SendToWorker | CloseWorkerConnection | CommitRegionFds | CreateFencePage | OverwriteFenceWord
+    SendToWorker | CloseWorkerConnection | CommitRegionFds | OverwriteFenceWord
     | StartForkserver | ForkMover | AcceptResidentMover | KillMover | SendToMover | BindMover
     | ShareFencePage | SendToPeer | ReplyToPeer | ClosePeerConnection | SaveOwnerships | EmitRecord
     | CountServed | MakePlan

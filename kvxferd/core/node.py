@@ -9,7 +9,6 @@ from kvxferd.core import events
 from kvxferd.core.context import CALLS_PER_EVENT, CALLS_PER_TICK, NodeContext
 from kvxferd.core.effects import (
     CloseWorkerConnection,
-    CreateFencePage,
     Effect,
     ReplyToPeer,
     SendToMover,
@@ -429,7 +428,6 @@ class Node:
 
     def _attach(self, session: Session, message: worker_wire.Attach) -> None:
         registered = self.local_ranks.attach(session, message)
-        self.context.emit(CreateFencePage(session.session_id))
         self.fence_pages.assign(session)
         self.rank_reports.report_all(session)
         self.context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
@@ -447,8 +445,6 @@ class Node:
                 self._engine_changed(key.engine_id)
             return
         match change:
-            case RankChange.REGISTERED:
-                self.context.emit(CreateFencePage(rank.session))  # `Registered` carries it
             case RankChange.READY:
                 self._engine_changed(key.engine_id)
                 self.pulls.advance_all(rank)

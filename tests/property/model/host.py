@@ -538,7 +538,7 @@ class Host(SimNode):
     def send_to_worker(self, effect: fx.SendToWorker) -> None:
         if process := self.workers.get(effect.session):
             self._check_told(process, effect)
-            page = self.fences[effect.session] if effect.with_fence_page else None
+            page = self._fence_page(effect.session) if effect.with_fence_page else None
             if effect.pidfd_of is not None:
                 self.movers[effect.pidfd_of].worker = process
             process.down.append((effect.message, page, effect.pidfd_of))
@@ -562,8 +562,10 @@ class Host(SimNode):
             del self.told[session]
         self.feed_soon(ev.WorkerDisconnected(session))
 
-    def create_fence_page(self, session: int) -> None:
-        self.fences.setdefault(session, self.workers[session].new_page())
+    def _fence_page(self, session: int) -> Page:
+        if session not in self.fences:
+            self.fences[session] = self.workers[session].new_page()
+        return self.fences[session]
 
     def overwrite_fence_word(self, session: int, slot: int) -> None:
         self.fences[session].overwrite(slot)
@@ -591,7 +593,7 @@ class Host(SimNode):
 
     def share_fence_page(self, mover: int, session: int) -> None:
         address = PAGE + PAGE_BYTES * session
-        self.pages.setdefault(mover, {})[address] = self.fences[session]
+        self.pages.setdefault(mover, {})[address] = self._fence_page(session)
         self._reply(mover, mv.FenceMapped(session=session, address=address, metadata=b""))
 
     def _reply(self, mover: int, message: mv.FromMover) -> None:

@@ -83,8 +83,6 @@ class SimNode(Ports):
                 self.close_worker(effect.session)
             case fx.CommitRegionFds():
                 self.commit_region_fds(effect.session)
-            case fx.CreateFencePage():
-                self.create_fence_page(effect.session)
             case fx.OverwriteFenceWord():
                 self.overwrite_fence_word(effect.session, effect.slot)
             case fx.ForkMover():
@@ -127,8 +125,6 @@ class SimNode(Ports):
     def accept_resident_mover(self, mover: MoverId, session: SessionId) -> None: ...
 
     def commit_region_fds(self, session: SessionId) -> None: ...
-
-    def create_fence_page(self, session: SessionId) -> None: ...
 
     def close_peer_connection(self, endpoint: Endpoint) -> None: ...
 
