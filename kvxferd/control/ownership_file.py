@@ -36,7 +36,7 @@ class OwnershipFile:
         self._path = path
         self._current = current
         self._save_task: asyncio.Task[None] | None = None
-        self._write_task: asyncio.Task[None] | None = None  # one write, which cannot be cancelled
+        self._closing = asyncio.Event()  # nothing is waited for any more
         self._written: SavedRanks | None = None
 
     def read(self) -> SavedRanks:
@@ -70,35 +70,28 @@ class OwnershipFile:
             self._save_task = asyncio.get_running_loop().create_task(self._save())
 
     async def close(self) -> None:
-        """Write unsaved changes."""
-        if self._save_task is not None:
-            self._save_task.cancel()
-            await asyncio.gather(self._save_task, return_exceptions=True)
-            if self._write_task is not None:
-                # Of two concurrent writes, the older content could end up in the file.
-                await asyncio.wait([self._write_task], timeout=CLOSE_S)
-                if not self._write_task.done():
-                    log.error(
-                        "ownership file not written",
-                        path=str(self._path),
-                        reason=f"a write has not ended within {CLOSE_S:g} s",
-                    )
-                    return
-            await self._write_in_thread(self._current())
+        """Write unsaved changes, if the owners have ever changed."""
+        if self._save_task is None:
+            return
+        self._closing.set()
+        self._written = None  # the last write may have failed
+        self.save_soon()
+        await asyncio.wait([self._save_task], timeout=CLOSE_S)
+        if not self._save_task.done():
+            reason = f"a write has not ended within {CLOSE_S:g} s"
+            log.error("ownership file not written", path=str(self._path), reason=reason)
 
     async def _save(self) -> None:
         while (listed := self._current()) != self._written:
-            await asyncio.sleep(WRITE_AFTER_S + len(listed) * WRITE_AFTER_S_PER_RANK)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WRITE_AFTER_S + len(listed) * WRITE_AFTER_S_PER_RANK):
+                    await self._closing.wait()
             listed = self._current()
-            self._write_task = asyncio.get_running_loop().create_task(self._write_in_thread(listed))
-            await asyncio.shield(self._write_task)
+            try:
+                await asyncio.to_thread(self._write, listed)
+            except RuntimeError as error:  # the system has no thread now
+                log.error("ownership file not written", path=str(self._path), reason=str(error))
             self._written = listed  # also if the write fails: the next change tries again
-
-    async def _write_in_thread(self, listed: SavedRanks) -> None:
-        try:
-            await asyncio.to_thread(self._write, listed)
-        except RuntimeError as error:  # the system has no thread now
-            log.error("ownership file not written", path=str(self._path), reason=str(error))
 
     def _write(self, listed: SavedRanks) -> None:
         content = msgspec.json.encode(listed)
