@@ -73,17 +73,12 @@ class PullRecord(_Timed, frozen=True, kw_only=True):
 class HandshakeRecord(_Timed, frozen=True, kw_only=True):
     """One attempt to learn a remote engine, ended."""
 
-    endpoint: Endpoint
+    peer: Endpoint  # the daemon that was asked
     engine_id: EngineId
     outcome: str  # "ok" or the refusal's code
     message: str
     num_ranks: int
     elapsed_s: float
-
-    @property
-    def peer(self) -> Endpoint:
-        """The daemon that was asked."""
-        return self.endpoint
 
 
 class ReaderRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -209,9 +209,7 @@ def pull_record(outcome: str = "delivered", code: Code | None = None) -> PullRec
 def records() -> list[Record]:
     """One of each kind, and a pull that failed."""
     return [
-        HandshakeRecord(
-            endpoint=PEER, engine_id=SOURCE, outcome="ok", message="", num_ranks=8, elapsed_s=0.004
-        ),
+        HandshakeRecord(peer=PEER, engine_id=SOURCE, outcome="ok", message="", num_ranks=8, elapsed_s=0.004),
         pull_record(),
         pull_record("failed", Code.LEASE_EXPIRED),
         ReleaseRecord(

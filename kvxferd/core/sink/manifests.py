@@ -203,7 +203,7 @@ class HandshakeClient:
     def _record(self, fetch: EngineFetch, outcome: RemoteEngine | Refusal) -> HandshakeRecord:
         refused = outcome if isinstance(outcome, Refusal) else None
         return HandshakeRecord(
-            endpoint=fetch.peer.endpoint,
+            peer=fetch.peer.endpoint,
             engine_id=fetch.key.engine_id,
             outcome=refused.code if refused else "ok",
             message=refused.message if refused else "",
