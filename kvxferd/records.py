@@ -259,6 +259,7 @@ class PullSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0  # up to which it reads
     tokens_read: int = 0  # of these, by pieces that are there; an ordinary pull has one, the whole
     bytes_read: int = 0  # by these pieces
+    waits: str = ""  # for whom, and why, as its message would say at its deadline; "": it is young, or posted
 
 
 class OwnershipSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -203,6 +203,7 @@ PULLS = Listing("Running pulls", _items("pulls", PullSnapshot), (
     Column("read", format_read, rank=2),
     Column("age", lambda p: p.age_s, format_time),
     Column("deadline in", lambda p: max(p.deadline_left_s, 0.0), format_time, 2),
+    Column("waits", lambda p: p.waits or None, rank=4),
 ))  # fmt: skip
 
 

@@ -358,6 +358,8 @@ class Node:
                 | worker_wire.PullRequest,
             ):
                 raise
+            if isinstance(event.message, worker_wire.PullRequest):
+                self.pulls.record_refused(session.local_rank, event.message, error)
             self.context.emit(
                 SendToWorker(session.session_id, worker_wire.refusal_of_request(event.message, error))
             )

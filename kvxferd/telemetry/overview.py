@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from kvxferd.ids import Endpoint
-from kvxferd.records import LimitSnapshot, NodeSnapshot, PeerSnapshot, PullRecord
+from kvxferd.records import LimitSnapshot, NodeSnapshot, PeerSnapshot, PullRecord, PullSnapshot
 from kvxferd.telemetry.remedies import remedy_of
 from kvxferd.telemetry.samples import LastMinute, PeerRow
 from kvxferd.telemetry.units import format_count, format_share, format_time
@@ -60,7 +60,7 @@ def verdict_of(
         return NodeVerdict(Level.BAD, f"Not ready: {'; '.join(reasons)}.")
     kinds = ", ".join(dict.fromkeys(warnings))
     noun = "warning" if len(warnings) == 1 else "warnings"
-    others = f"{_long_pull(minute)}{_near_limits(node.limits)}"
+    others = f"{_long_pull(minute, node.pulls)}{_near_limits(node.limits)}"
     if warnings:
         others += f" {len(warnings)} {noun}: {kinds}."
     if minute.failed:
@@ -96,13 +96,13 @@ def _pulls(minute: LastMinute) -> str:
     return f"{text}, most with {minute.worst_code}{from_peer}."
 
 
-def _long_pull(minute: LastMinute) -> str:
-    if minute.running_pulls and minute.oldest_pull_s >= LONG_PULL_S:
-        age = format_time(minute.oldest_pull_s)
-        if minute.running_pulls == 1:
-            return f" The one running pull has run for {age}."
-        return f" The oldest of {format_count(minute.running_pulls)} running pulls has run for {age}."
-    return ""
+def _long_pull(minute: LastMinute, pulls: Sequence[PullSnapshot]) -> str:
+    if not minute.running_pulls or minute.oldest_pull_s < LONG_PULL_S:
+        return ""
+    age, waits = format_time(minute.oldest_pull_s), next((f", {p.waits}" for p in pulls if p.waits), "")
+    if minute.running_pulls == 1:
+        return f" The one running pull has run for {age}{waits}."
+    return f" The oldest of {format_count(minute.running_pulls)} running pulls has run for {age}{waits}."
 
 
 class PeerLine(PeerRow, frozen=True, kw_only=True):

@@ -25,7 +25,10 @@ REMEDIES: dict[str, str] = {
         "the pull came after its lease: raise transfer.lease_s at the source, or let decode pull sooner"
     ),
     Code.BUSY: "a limit is reached, and the message in `kvxferd history --failed` names it",
-    Code.NOT_ALLOWED: "add this node's key or address to the allow-lists there: docs/how-to/keys.md",
+    Code.NOT_ALLOWED: (
+        "run `{ping}`: it tells whether this node's allow-lists lack that daemon, or the other way round; "
+        "docs/how-to/keys.md"
+    ),
     Code.MOVER_LOST: "movers die here: look for `mover died` in this log and in the kernel's",
     Code.SOURCE_STALLED: "look at the source node: a process may be stopped, or the network hang",
     Code.TRANSFER_UNKNOWN: (

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.held_grant import GrantState
 from kvxferd.core.sink.pull import NOTHING_READ, Need, Piece, Pull, PullPhase, add_piece, as_seconds
-from kvxferd.errors import Code
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import PullId
 from kvxferd.records import PHASES, PullRecord, PullSnapshot
 from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.mover import PullOutcome
 from kvxferd.wire.traceparent import span_id_for
+from kvxferd.wire.worker import PullRequest
 
 # Of a rank's names in a message: an engine may have 4,096.
 MAX_NAMED_RANKS = 4
@@ -95,8 +98,32 @@ def emit_record(
     context.emit(EmitRecord(record, context.now - ended))
 
 
-def snapshot_of(pull: Pull, now: float) -> PullSnapshot:
-    """Return the pull as /v1/pulls shows it."""
+def emit_refused(
+    context: NodeContext, pull_id: PullId, rank: LocalRank, request: PullRequest, error: KvxferdError
+) -> None:
+    """Emit the record of a request that is wrong, or for which there is no room: no pull has begun."""
+    record = PullRecord(
+        pull=pull_id,
+        transfer_id=request.ref.transfer_id,
+        source=request.ref.engine_id,
+        sink=rank.spec.engine_id,
+        rank=rank.spec.rank,
+        outcome="failed",
+        code=error.code,
+        message=error.message,
+        bytes=0,
+        runs=0,
+        total_s=0.0,
+        phases_s={},
+        peer=request.ref.endpoint,
+        failed_phase="other",
+        progressive=request.progressive,
+    )
+    context.emit(EmitRecord(record, 0.0))
+
+
+def snapshot_of(pull: Pull, now: float, waits: str) -> PullSnapshot:
+    """Return the pull as /v1/pulls shows it. `waits`: the sentence that says for what."""
     return PullSnapshot(
         pull=pull.pull_id,
         transfer_id=pull.ref.transfer_id,
@@ -111,6 +138,7 @@ def snapshot_of(pull: Pull, now: float) -> PullSnapshot:
         num_tokens=pull.num_tokens,
         tokens_read=pull.tokens_read,
         bytes_read=pull.read.bytes,
+        waits=waits,
     )
 
 

@@ -81,7 +81,7 @@ from kvxferd.core.sink.pull import (
     record_whole,
     tokens_to_wait_for,
 )
-from kvxferd.core.sink.pull_records import describe_read, describe_wait, emit_record, phases_of
+from kvxferd.core.sink.pull_records import describe_read, describe_wait, emit_record, emit_refused, phases_of
 from kvxferd.core.sink.stalled_sources import SourceBreaker
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
@@ -99,7 +99,14 @@ from kvxferd.wire.mover import (
     SourceRank,
     StartPull,
 )
-from kvxferd.wire.worker import PullsInterrupted, PullsResumed, TicketDelivered, TicketFailed, TicketQuiesced
+from kvxferd.wire.worker import (
+    PullRequest,
+    PullsInterrupted,
+    PullsResumed,
+    TicketDelivered,
+    TicketFailed,
+    TicketQuiesced,
+)
 
 # A retry with less time than this would end at its deadline, in doubt instead of safely failed.
 MIN_RETRY_S = 0.25
@@ -166,6 +173,10 @@ class Pulls:
         self._set_deadline(pull)
         pull.held_grant.pull = pull.pull_id
         self.grant_changed(pull.held_grant)
+
+    def record_refused(self, rank: LocalRank, request: PullRequest, error: KvxferdError) -> None:
+        """Record a request that starts no pull: its engine hears that it failed; an operator, too."""
+        emit_refused(self._context, self.next_id(), rank, request, error)
 
     # --- from the grant to the mover
 
@@ -598,18 +609,23 @@ class Pulls:
         waited = f"its deadline of {pull.deadline_s:.1f} s passed"
         if pull.progressive and pull.whole_at is None and pull.phase is PullPhase.WAITING:
             waited = f"it was not ready within {pull.deadline - pull.received_at:.1f} s (transfer.max_hold_s)"
+        pull.silent, where = self.describe(pull)
         if pull.phase is PullPhase.WAITING:
-            pull.silent, where = describe_wait(pull, need_of(pull, self._movers), self._grant_client)
             self._fail(pull, PullTrigger.EXPIRE, _refusal(pull, Code.DEADLINE, f"{waited} {where}"))
             return
         assert pull.mover is not None
-        pull.silent, where = describe_read(pull)
         if pull.progress is not None:
             pull.failed_phase = pull.progress.phase
         pull.late = _refusal(pull, Code.DEADLINE, f"{waited} while it was read: {where}").message
         self._context.emit(SendToMover(pull.mover, AbortPull(pull=pull.pull_id)))
         doubt = partial(self._fail, pull, PullTrigger.EXPIRE, Refusal(Code.DEADLINE, pull.late))
         self._context.after(("deadline", pull.pull_id), LAST_WORD_S, doubt)
+
+    def describe(self, pull: Pull) -> tuple[str, str]:
+        """Return whom a pull waits for that has not ended, and the sentence for people."""
+        if pull.phase is PullPhase.WAITING:
+            return describe_wait(pull, need_of(pull, self._movers), self._grant_client)
+        return describe_read(pull)
 
     def refuse_waiting(self, rank: LocalRank, code: Code, message: str) -> None:
         """Refuse the rank's pulls that no mover has."""

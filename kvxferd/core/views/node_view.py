@@ -28,6 +28,7 @@ from kvxferd.ucx_log import data_transports, slow_transports
 
 # 2,000 transfers take 5 ms. With a pause after each batch a snapshot delays no event by more than that.
 BATCH = 2_000
+LONG_WAIT_S = 1.0  # of a pull, after which it is said for what it waits
 # As many transfers, and as many pulls, are shown; all are counted. It is the limit of one engine, and takes
 # 30 ms of a core.
 MAX_SHOWN = 8_192
@@ -84,7 +85,8 @@ def list_pulls(pulls: Pulls, context: NodeContext) -> Steps[PullSnapshot]:
     running = pulls.running()
     for start in range(0, len(running), BATCH):
         for pull in running[start : start + BATCH]:
-            shown = snapshot_of(pull, context.now)
+            is_long = pull.phase is PullPhase.WAITING and context.now - pull.received_at >= LONG_WAIT_S
+            shown = snapshot_of(pull, context.now, pulls.describe(pull)[1] if is_long else "")
             listing.states[shown.phase] += 1
             if pull.phase is PullPhase.IN_DOUBT:
                 listing.num_bytes += pull.local_bytes

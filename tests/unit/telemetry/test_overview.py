@@ -32,7 +32,9 @@ def verdict(
     for record in records:
         samples.add(record)
     found = {"reasons": [], "warnings": [], **facts}
-    node = msgspec.structs.replace(node_snapshot(draining=draining), limits=limits)
+    node = node_snapshot(draining=draining)
+    waiting = msgspec.structs.replace(node.pulls[0], waits="in grant: tcp://10.9.9.9:1 waits")
+    node = msgspec.structs.replace(node, limits=limits, pulls=(waiting,))
     return verdict_of(node, minute=samples.last_minute(), config_path="/etc/k.toml", **found)
 
 
@@ -63,7 +65,7 @@ ELSEWHERE = pull(Code.DEADLINE, peer=Endpoint("tcp://10.9.9.9:1#KEY"))
             verdict(*[pull()] * 199, ELSEWHERE, oldest_s=8.0, warnings=["placement"]),
             Level.WARN,
             "Pulls fail: 1 of 200 failed in the last 1 s (0.5 %), most with deadline from tcp://10.9.9.9:1."
-            " The one running pull has run for 8 s. 1 warning: placement.",
+            " The one running pull has run for 8 s, in grant: tcp://10.9.9.9:1 waits. 1 warning: placement.",
         ),
         (
             verdict(warnings=["placement", "placement"]),

@@ -605,6 +605,13 @@ def test_both_daemons_show_how_far_a_transfer_is(world, source, sink):
     assert transfer.ready_tokens == TOKENS
 
 
+def test_a_pull_that_waits_says_for_what(world, source, sink):
+    pull(sink, unpublished(source))
+    world.advance(10.0)
+    (running,) = sink.host.node.snapshot().pulls
+    assert "has published none of that id" in running.waits
+
+
 def end_read(sink: Worker, **outcome: object) -> None:
     """Have the mover report the end of the piece that it holds."""
     mover = mover_of(sink)

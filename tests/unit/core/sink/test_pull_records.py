@@ -43,6 +43,13 @@ def test_the_movers_outcome_tells_the_phase(world, source, sink, outcome, phase)
     assert record.failed_phase in PHASES
 
 
+def test_a_request_that_starts_no_pull_is_recorded(world, source, sink):
+    sink.pull(source.publish("t1", IDS, TOKENS), [SINK_IDS[0]] * len(SINK_IDS), TOKENS)
+    record = record_of(sink)
+    assert (record.outcome, record.code, record.transfer_id) == ("failed", Code.BLOCKS_INVALID, "t1")
+    assert (record.peer, record.failed_phase) == (source.host.endpoint, "other")
+
+
 def test_the_phases_of_a_pull_exclude_each_other_and_add_up(world, source, sink):
     mover_of(sink).hold = True
     sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
