@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,6 +26,7 @@ from kvxferd.import_blocking import block_import
 from kvxferd.integrations.vllm.memory.placement_advice import failure_of
 from kvxferd.layout import EngineSpec, TensorRegion
 from kvxferd.memory import MemoryPlacement
+from tests.support.client_harness import one_event
 from tests.support.connector_harness import BLOCK_BYTES, BLOCK_TOKENS, LAYOUT, NAME, NUM_BLOCKS
 from tests.support.tensor_allocators import TensorStore
 
@@ -89,11 +88,9 @@ def move(source: RankHandle, sink: RankHandle, origin: TensorStore, target: Tens
     blocks = {str(NAME): BlockList(ids=list(range(NUM_BLOCKS)))}
     ref = source.publish("r-1", blocks, NUM_BLOCKS * BLOCK_TOKENS)
     sink.pull(ref, blocks, NUM_BLOCKS * BLOCK_TOKENS, deadline_s=WAIT_S)
-    deadline = time.monotonic() + WAIT_S
-    while not (events := sink.poll()) and time.monotonic() < deadline:
-        select.select([sink.fileno()], [], [], 1.0)
+    event = one_event(sink, WAIT_S)
     target.load()
-    return bool(events) and isinstance(events[0], Delivered) and bool((target.bytes == origin.bytes).all())
+    return isinstance(event, Delivered) and bool((target.bytes == origin.bytes).all())
 
 
 if __name__ == "__main__":

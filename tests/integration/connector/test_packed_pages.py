@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import select
-import time
 from contextlib import ExitStack
 
 import msgspec
@@ -15,6 +13,7 @@ from kvxferd.client import Delivered, RankHandle
 from kvxferd.engine.registration import register_regions
 from kvxferd.ids import EngineId, Generation, Rank
 from kvxferd.memory import SealedMemory
+from tests.support.client_harness import one_event
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.vllm_families import random_pair
@@ -72,17 +71,10 @@ def pull(sink: RegisteredEngine, source: RegisteredEngine, num_tokens: int) -> l
     for rank, handle in sink.ranks.items():
         into = sink.engine.select(mine, num_tokens)
         handle.pull(ref, into, num_tokens, deadline_s=WAIT_S)
-        (event,) = _events(handle)
+        event = one_event(handle, WAIT_S)
         assert isinstance(event, Delivered), event
         wrong += sink.engine.ranks[rank].wrong(mine, num_tokens)
     return wrong
-
-
-def _events(handle: RankHandle) -> list[object]:
-    deadline = time.monotonic() + WAIT_S
-    while not (events := list(handle.poll())) and time.monotonic() < deadline:
-        select.select([handle.fileno()], [], [], 1.0)
-    return events
 
 
 def test_random_caches_move_between_two_daemons(

@@ -50,8 +50,8 @@ class Agent(EngineRank):
     def _regions(self) -> dict[RegionId, Any]:
         return {RegionId(self.layout.regions[0].region): self.store.memory}
 
-    def write(self, request: int, ids: Sequence[int], num_tokens: int) -> None:  # type: ignore[override]
-        super().write(blocks(ids, num_tokens, request))
+    def write(self, request: int, ids: Sequence[int], num_tokens: int, start: int = 0) -> None:  # type: ignore[override]
+        super().write(blocks(ids, num_tokens, request), start)
 
     def publish(self, name: str, ids: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:  # type: ignore[override]
         return super().publish(name, blocks(ids, num_tokens), **more).to_dict()
