@@ -34,8 +34,8 @@ from kvxferd.mover.chunks.device_scatter import DeviceScatterer
 from kvxferd.mover.chunks.scatterer import Scatterer
 from kvxferd.mover.chunks.slices import SliceBudget
 from kvxferd.mover.reads.covering_reads import CoveringReads
-from kvxferd.mover.reads.pull_state import InflightRead, LoadedPlan, PullFailure, PullState
-from kvxferd.mover.reads.region_map import RegionMap, is_plain
+from kvxferd.mover.reads.pull_state import LoadedPlan, PostedRead, PullFailure, PullState
+from kvxferd.mover.reads.region_map import RegionMap, is_plain, split_by_memory
 from kvxferd.mover.reads.remote_agents import RemoteAgents
 from kvxferd.mover.reads.warmup import ConnectionWarmup
 from kvxferd.mover.transport.base import HOST, ReadKinds, Transport, TransportError
@@ -106,7 +106,6 @@ class PullEngine:
             clock,
             chunks,
             Scatterer(clock, starts_thread=False) if scatterer is None else scatterer,
-            self._budgets,
             self._costs,
         )
         self._num_short_in_a_row = 0  # posts of short pulls ahead of their turn
@@ -122,7 +121,7 @@ class PullEngine:
     @property
     def num_inflight(self) -> int:
         """The number of posts in flight, of pulls that have not ended."""
-        return sum(len(pull.inflight) + pull.num_chunks_read for pull in self._active)
+        return sum(pull.num_inflight for pull in self._active)
 
     @property
     def is_polling(self) -> bool:
@@ -216,8 +215,6 @@ class PullEngine:
         moved |= self._covering.step()
         for pull in tuple(self._active):
             moved |= self._poll(pull)
-            if pull.covering:
-                moved |= self._covering.poll(pull)
         moved |= self._expand_next()
         moved |= self._expand_more()
         moved |= self._post_next()
@@ -231,11 +228,8 @@ class PullEngine:
     def _num_prompt(self) -> int:
         """Return the number of posts in flight that were posted lately."""
         since = self._clock() - STALLED_S
-        num = 0
-        for pull in self._active:
-            num += sum(read.posted_at >= since for read in pull.inflight)
-            num += sum(read.posted_at >= since for read in pull.covering if read.handle is not None)
-        return num
+        reads = (read for pull in self._active for read in pull.reads if read.handle is not None)
+        return sum(read.posted_at >= since for read in reads)
 
     # --- a pull's steps, in order
 
@@ -349,31 +343,39 @@ class PullEngine:
         for _ in range(len(self._active)):
             pull = self._active[0]
             self._active.rotate(-1)
-            num_inflight = len(pull.inflight) + len(pull.covering)
-            if pull.can_post and num_inflight < MAX_INFLIGHT_PER_PULL and self._post_slice(pull):
+            if pull.can_post and len(pull.reads) < MAX_INFLIGHT_PER_PULL and self._post_slice(pull):
                 return True
         return False
 
     def _post_slice(self, pull: PullState) -> bool:
         """Post what is next of a pull; return False where that waits for a chunk."""
         one = pull.unposted.popleft()
+        budget = self._budgets.setdefault(one.agent, SliceBudget())
+        into = None
         if isinstance(one.slicer, CoverSlicer):
             waiting = (other.waits_for_chunk_since for other in self._active if other is not pull)
-            return self._covering.post(pull, one, any(since is not None for since in waiting))
-        budget = self._budgets.setdefault(one.agent, SliceBudget())
-        runs = one.slicer.next_slice(budget.bytes)
+            others_wait = any(since is not None for since in waiting)
+            into = self._covering.next_chunk(pull, one, one.slicer, budget.bytes, others_wait)
+            if into is None:
+                return False
+            # Of one kind of memory: where a registered piece ends, a descriptor is cut, and not the image.
+            runs = into.fill.runs(into.chunk.address)
+            ((_, runs),) = split_by_memory(runs, None, pull.remote_maps.get(one.rank))
+        else:
+            runs = one.slicer.next_slice(budget.bytes)
         was_full = not one.slicer.is_empty
         if was_full:
             pull.unposted.append(one)  # the other remote ranks come first
-        if pull.first_post_at is None:
-            pull.first_post_at = self._clock()
         shape = ReadShape(len(runs.length), int(runs.length.sum()))
-        self._post(pull, one.agent, runs, one.kinds, was_full, shape)
+        now = self._clock()
+        if pull.first_post_at is None:
+            pull.first_post_at = now
+        self._post(pull, PostedRead(one.agent, now, was_full, shape, into), runs, one.kinds)
         return True
 
     def _post_fence_if_read(self, pull: PullState) -> None:
         """Read the fence word at once where all data is here: within a node a short post is a copy."""
-        if pull.needs_expansion and not pull.inflight:
+        if pull.needs_expansion and not pull.num_inflight:
             self._expand(pull, PullState.expand_next_part)
         if pull.needs_fence_read:
             self._post_fence(pull)
@@ -386,50 +388,43 @@ class PullEngine:
         pull.fence_word_slot = slot
         pull.fence_posted_at = self._clock()
         word = single_run(slot, fence.address, FENCE_WORD_BYTES)
-        self._post(pull, fence.agent, word, HOST, was_full=False)
+        self._post(pull, PostedRead(fence.agent, pull.fence_posted_at), word, HOST)
         return True
 
-    def _post(
-        self,
-        pull: PullState,
-        agent: AgentName,
-        runs: Runs,
-        kinds: ReadKinds,
-        was_full: bool,
-        shape: ReadShape | None = None,
-    ) -> None:
-        began = self._clock()
+    def _post(self, pull: PullState, read: PostedRead, runs: Runs, kinds: ReadKinds) -> None:
+        pull.reads.append(read)
         try:
-            handle = self.remote_agents.post(agent, runs, kinds)
+            read.handle = self.remote_agents.post(read.agent, runs, kinds)
         except TransportError as failure:
-            pull.started |= failure.lost or not failure.settled  # else it was refused before it was posted
-            self._on_read_failed(pull, agent, failure)
+            if read.into is None:  # else it was refused before it was posted
+                pull.started |= failure.lost or not failure.settled
+            self._on_read_failed(pull, read, failure)
             return
         finally:
-            pull.post_s += self._clock() - began
-        pull.started = True
-        read = InflightRead(handle, agent, began, was_full, shape)
-        if handle.done:
+            pull.post_s += self._clock() - read.posted_at
+        pull.started |= read.into is None
+        if read.handle.done:
             self._on_read_done(pull, read)
-        else:
-            pull.inflight.append(read)
 
     def _poll(self, pull: PullState) -> bool:
+        """Poll the reads of a pull, and scatter the chunks that are read; return whether any has advanced."""
         moved = False
-        for read in tuple(pull.inflight):
+        for read in tuple(pull.reads):
+            if read.handle is None:
+                moved |= self._covering.poll_scatter(pull, read)
+                continue
             try:
                 if not self.remote_agents.poll(read.agent, read.handle):
                     continue
             except TransportError as failure:
-                pull.inflight.remove(read)
-                self._on_read_failed(pull, read.agent, failure)
+                self._on_read_failed(pull, read, failure)
             else:
-                pull.inflight.remove(read)
                 self._on_read_done(pull, read)
             moved = True
         return moved
 
-    def _on_read_done(self, pull: PullState, read: InflightRead) -> None:
+    def _on_read_done(self, pull: PullState, read: PostedRead) -> None:
+        read.handle = None
         now = self._clock()
         if pull.fence_posted_at is None:
             pull.data_done_at = now
@@ -438,19 +433,31 @@ class PullEngine:
             budget.update(now - read.posted_at, read.used_whole_budget)
         if read.shape is not None:
             self._costs.learn(read.agent, read.shape, read.posted_at, now)
+        if read.into is None or pull.failure is not None:
+            self._end_read(pull, read, is_over=True)
+        else:
+            self._covering.start_scatter(pull, read, read.into)
 
-    def _on_read_failed(self, pull: PullState, agent: AgentName, failure: TransportError) -> None:
+    def _on_read_failed(self, pull: PullState, read: PostedRead, failure: TransportError) -> None:
         if failure.lost:
-            self._budgets.pop(agent, None)
-        pull.in_doubt |= not failure.settled
-        pull.fail(PullFailure(Code.TRANSPORT, failure.message, self._clock(), agent))
+            self._budgets.pop(read.agent, None)
+        self._end_read(pull, read, is_over=failure.settled)
+        pull.fail(PullFailure(Code.TRANSPORT, failure.message, self._clock(), read.agent))
+
+    def _end_read(self, pull: PullState, read: PostedRead, *, is_over: bool) -> None:
+        """Forget a read that has ended. `is_over`: it can write no more, neither the blocks nor a chunk."""
+        pull.reads.remove(read)
+        if read.into is not None:
+            self._covering.end_read(read.into.chunk, is_over=is_over)
+        else:
+            pull.in_doubt |= not is_over
 
     def _finish_if_over(self, pull: PullState) -> bool:
         """Report a pull that has ended, and forget it once none of its reads writes any more."""
         now = self._clock()
-        if pull.failure is not None and pull.covering:
+        if pull.failure is not None:
             self._covering.let_go(pull)
-        if pull.inflight or pull.covering:
+        if pull.reads:
             failure = pull.failure
             if (
                 failure is None

@@ -30,28 +30,24 @@ class Unposted(NamedTuple):
     slicer: Slicer | CoverSlicer
 
 
-@dataclass(slots=True, eq=False)
-class InflightRead:
-    """A posted read."""
+class ChunkRead(NamedTuple):
+    """What a covering read lands in, and what it reads."""
 
-    handle: ReadHandle
-    agent: AgentName
-    posted_at: float
-    used_whole_budget: bool  # the slice was as large as its budget
-    shape: ReadShape | None = None  # None: the fence word's
-
-
-@dataclass(slots=True, eq=False)
-class CoveringRead:
-    """A chunk that is read, and then scattered."""
-
-    agent: AgentName
     chunk: Chunk
     fill: ChunkFill
+
+
+@dataclass(slots=True, eq=False)
+class PostedRead:
+    """A read into the blocks, of the fence word, or into a chunk that is scattered from there."""
+
+    agent: AgentName
     posted_at: float
-    used_whole_budget: bool  # as `InflightRead`
+    used_whole_budget: bool = False  # the slice was as large as its budget
+    shape: ReadShape | None = None  # None: the fence word's
+    into: ChunkRead | None = None  # None: it writes where its bytes belong
     handle: ReadHandle | None = None  # None: it is not posted yet, or terminal
-    scatter: ScatterJob | None = None  # once the read is done
+    scatter: ScatterJob | None = None  # of a chunk, once it is read
 
 
 @dataclass(slots=True)
@@ -84,10 +80,7 @@ class PullState:
     unposted: deque[Unposted] = field(default_factory=deque)
     local_map: RegionMap | None = None  # None: plain host memory
     remote_maps: dict[Rank, RegionMap] = field(default_factory=dict)  # of ranks with other memory than that
-    inflight: list[InflightRead] = field(default_factory=list)  # into the blocks, and of the fence word
-    covering: list[CoveringRead] = field(
-        default_factory=list
-    )  # these write a chunk, until they are scattered
+    reads: list[PostedRead] = field(default_factory=list)  # in flight, or scattered
     chunk_kind: MemoryKind = HOST.local  # the memory that chunks are in
     choice: Choice | None = None  # None: of no cost model
     was_alone: bool = True  # no other pull was there at any time
@@ -134,14 +127,14 @@ class PullState:
     @property
     def needs_fence_read(self) -> bool:
         """Whether all data is here, and the read of the fence word is not posted."""
-        if self.unposted or self.parts is not None or self.inflight or self.num_chunks_read:
+        if self.unposted or self.parts is not None or self.num_inflight:
             return False
         return self.failure is None and self.fence_posted_at is None
 
     @property
-    def num_chunks_read(self) -> int:
-        """The number of covering reads in flight. Chunks that are scattered do not count."""
-        return sum(read.handle is not None for read in self.covering)
+    def num_inflight(self) -> int:
+        """The number of reads in flight. Chunks that are scattered do not count."""
+        return sum(read.handle is not None for read in self.reads)
 
     @property
     def phase(self) -> str:
@@ -153,9 +146,8 @@ class PullState:
         return "wire" if self.started else "plan"
 
     def awaited_agents(self) -> Iterator[AgentName]:
-        """Yield the agents of reads in flight."""
-        yield from (read.agent for read in self.inflight)
-        yield from (read.agent for read in self.covering if read.handle is not None)
+        """Return the agents of reads in flight."""
+        return (read.agent for read in self.reads if read.handle is not None)
 
     def expand_next_part(self) -> None:
         """Expand the next part, or find that there is none. Raises what the expansion raises."""
@@ -233,7 +225,7 @@ class PullState:
         return PullOutcome(
             delivered=failure is None,
             started=self.started,
-            finished=not (self.inflight or self.covering or self.in_doubt),
+            finished=not (self.reads or self.in_doubt),
             quiesced_follows=not self.in_doubt,
             code=failure.code if failure else None,
             message=failure.message if failure else "",
