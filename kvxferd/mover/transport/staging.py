@@ -68,6 +68,7 @@ class StagedPart:
     slot: int | None = None  # of this mover's own
     number: int = 0  # of the request
     ready: ChunkReady | None = None
+    refusal: str = ""  # instead of `ready`
     handle: ReadHandle | None = None
     stamp_slot: int | None = None
     copy_event: Any = None
@@ -112,7 +113,6 @@ class StagedTransport:
         self._unused_slots: WordSlots | None = None
         self._reply_metadata = b""  # which a source loads to reply
         self._requested: dict[int, tuple[AgentName, StagedPart]] = {}
-        self._refused: dict[int, str] = {}
         self._loaded_agents: set[AgentName] = set()
         self._reply_agents = ReplyAgents(inner, self._loaded_agents.__contains__)
 
@@ -330,8 +330,8 @@ class StagedTransport:
         return True
 
     def _check_reply(self, read: StagedRead, chunk: StagedPart) -> None:
-        if (why := self._refused.pop(chunk.number, None)) is not None:
-            raise TransportError(f"cannot read from agent {read.agent}: {why}", settled=True)
+        if chunk.refusal:
+            raise TransportError(f"cannot read from agent {read.agent}: {chunk.refusal}", settled=True)
         if chunk.ready is not None:
             remote = packed_addresses(chunk.ready.address, chunk.runs.length)
             self._post_read(read, chunk, remote, ReadKinds(read.kinds.local, HOST.remote))
@@ -383,7 +383,6 @@ class StagedTransport:
     def _release_chunk(self, read: StagedRead, chunk: StagedPart) -> None:
         """Release the chunk at its source, which may use its slot again."""
         self._requested.pop(chunk.number, None)
-        self._refused.pop(chunk.number, None)
         try:
             self._inner.notify(read.agent, encode(ChunkRelease(number=chunk.number)))
         except TransportError as error:
@@ -448,11 +447,11 @@ class StagedTransport:
                 if source != agent or chunk is None or chunk.ready is not None:
                     return
                 if isinstance(message, ChunkRefused):
-                    self._refused[message.number] = message.message[:MAX_SENTENCE_CHARS]
+                    chunk.refusal = message.message[:MAX_SENTENCE_CHARS] or "it gives no reason"
                 elif _is_plausible(message):
                     chunk.ready = message
                 else:
-                    self._refused[message.number] = "it lends what cannot be"
+                    chunk.refusal = "it lends what cannot be"
             case _:
                 assert_never(message)
 
