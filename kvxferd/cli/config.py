@@ -43,8 +43,8 @@ def defaults(as_json: bool) -> None:
 def check(file: Path, as_json: bool) -> None:
     """Check a configuration file: each bad key, and what to do.
 
-    The file alone is read, without the environment. Exit status: 0 if the daemon would start with it; 1 if
-    it would refuse it; 2 if it cannot be read.
+    The file alone is read: neither the environment nor the files of keys that it names. Exit status: 0 if
+    its settings are valid; 1 if the daemon would refuse one; 2 if it cannot be read.
     """
     problems = read_settings(file, {}, {}).all_problems()
     if as_json:

@@ -96,7 +96,12 @@ async def status(request: web.Request) -> web.StreamResponse:
             "ready": not reasons,
             "reasons": reasons,
             "verdict": verdict_of(
-                node, reasons=reasons, warnings=kinds, minute=minute, config_path=view.config_path
+                node,
+                reasons=reasons,
+                warnings=kinds,
+                minute=minute,
+                failed=view.history.failed_pulls(),
+                config_path=view.config_path,
             ),
             **warnings,
             "last_minute": minute,

@@ -171,6 +171,9 @@ def find_endpoint(name: str, daemon: ControlClient) -> Endpoint:
                 engines = (engine["engine_id"] for engine in peer["engines"])
                 if name in (address, address.removeprefix("tcp://"), *engines):
                     return Endpoint(peer["endpoint"])
+    if ":" not in name:
+        text = f"cannot find {name!r}: this node's daemon knows no such engine or peer; see `kvxferd peers`"
+        raise KvxferdError(f"{text}, or give tcp://HOST:PORT", Code.ENDPOINT_INVALID)
     return parse_endpoint(name if "://" in name else f"tcp://{name}")
 
 

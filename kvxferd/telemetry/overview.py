@@ -47,12 +47,14 @@ def verdict_of(
     reasons: Sequence[str],
     warnings: Sequence[str],
     minute: LastMinute,
+    failed: Sequence[PullRecord] = (),
     config_path: str = "",
 ) -> NodeVerdict:
     """Return what an operator must know first.
 
-    `reasons`: why the node is not ready. `warnings`: the kinds of the current ones. `config_path`: of the
-    daemon's configuration file, for commands that need it; "": it has none.
+    `reasons`: why the node is not ready. `warnings`: the kinds of the current ones. `failed`: the pulls that
+    did, the latest first. `config_path`: of the daemon's configuration file, for commands that need it; "":
+    it has none.
     """
     if node.draining:
         return NodeVerdict(Level.WARN, f"Draining: nothing new is taken. {_pulls(minute)}")
@@ -66,7 +68,8 @@ def verdict_of(
     if minute.failed:
         level = Level.BAD if minute.failure_share >= FAILING_SHARE else Level.WARN
         remedy = remedy_of(minute.worst_code, Endpoint(minute.worst_peer), config_path)
-        return NodeVerdict(level, f"Pulls fail: {_pulls(minute)}{others}", remedy)
+        last = next((f" The last: {one.message}." for one in failed if one.code == minute.worst_code), "")
+        return NodeVerdict(level, f"Pulls fail: {_pulls(minute)}{last}{others}", remedy)
     if others:
         return NodeVerdict(Level.WARN, f"Ready, but:{others} {_pulls(minute)}")
     return NodeVerdict(Level.GOOD, f"Ready. {_pulls(minute)}")

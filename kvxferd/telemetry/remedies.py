@@ -14,8 +14,8 @@ _PING = (
 REMEDIES: dict[str, str] = {
     Code.PEER_UNREACHABLE: _PING,
     Code.DEADLINE: (
-        "`kvxferd history --failed` names who did not reply. Where it is the daemon, "
-        f"{_PING}; else look for a stopped process there"
+        "the message names who did not reply. A daemon: "
+        f"{_PING}. An engine or a rank: look at its process there, and at its mover, `kvxferd-mover` in `ps`"
     ),
     Code.RELEASED: (
         "the source took its blocks back too early, and the message has why: `lease-expired` needs a longer "

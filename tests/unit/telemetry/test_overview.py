@@ -35,7 +35,9 @@ def verdict(
     node = node_snapshot(draining=draining)
     waiting = msgspec.structs.replace(node.pulls[0], waits="in grant: tcp://10.9.9.9:1 waits")
     node = msgspec.structs.replace(node, limits=limits, pulls=(waiting,))
-    return verdict_of(node, minute=samples.last_minute(), config_path="/etc/k.toml", **found)
+    return verdict_of(
+        node, minute=samples.last_minute(), failed=records[::-1], config_path="/etc/k.toml", **found
+    )
 
 
 def limit(used: int, limit: int) -> LimitSnapshot:
@@ -59,13 +61,14 @@ ELSEWHERE = pull(Code.DEADLINE, peer=Endpoint("tcp://10.9.9.9:1#KEY"))
         (
             verdict(*[pull()] * 9, ELSEWHERE),
             Level.BAD,
-            "Pulls fail: 1 of 10 failed in the last 1 s (10.0 %), most with deadline from tcp://10.9.9.9:1.",
+            "Pulls fail: 1 of 10 failed in the last 1 s (10.0 %), most with deadline from tcp://10.9.9.9:1."
+            " The last: cannot pull.",
         ),
         (
             verdict(*[pull()] * 199, ELSEWHERE, oldest_s=8.0, warnings=["placement"]),
             Level.WARN,
             "Pulls fail: 1 of 200 failed in the last 1 s (0.5 %), most with deadline from tcp://10.9.9.9:1."
-            " The one running pull has run for 8 s, in grant: tcp://10.9.9.9:1 waits. 1 warning: placement.",
+            " The last: cannot pull. The one running pull has run for 8 s, in grant: tcp://10.9.9.9:1 waits. 1 warning: placement.",
         ),
         (
             verdict(warnings=["placement", "placement"]),
