@@ -68,7 +68,8 @@ ELSEWHERE = pull(Code.DEADLINE, peer=Endpoint("tcp://10.9.9.9:1#KEY"))
             verdict(*[pull()] * 199, ELSEWHERE, oldest_s=8.0, warnings=["placement"]),
             Level.WARN,
             "Pulls fail: 1 of 200 failed in the last 1 s (0.5 %), most with deadline from tcp://10.9.9.9:1."
-            " The last: cannot pull. The one running pull has run for 8 s, in grant: tcp://10.9.9.9:1 waits. 1 warning: placement.",
+            " The last: cannot pull. The one running pull has run for 8 s, in grant: tcp://10.9.9.9:1 waits."
+            " 1 warning: placement.",
         ),
         (
             verdict(warnings=["placement", "placement"]),
