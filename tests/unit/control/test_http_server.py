@@ -95,7 +95,7 @@ async def test_an_error_of_the_daemons_costs_one_answer(tmp_path: Path) -> None:
         async with client.get("/v1/history") as reply:
             assert reply.status == 500
             assert "secret" not in await reply.text()
-        async with client.get("/v1/status") as reply:
+        async with client.get("/v1/transfers") as reply:
             assert reply.status == 200
 
 
