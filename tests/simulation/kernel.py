@@ -415,8 +415,9 @@ class Kernel:
         chosen = self._next_task()
         if chosen is me:
             return
+        has_ended = me.process.is_dead  # whom it hands over to may kill it, and waits for it
         self._run(chosen)
-        if me.process.is_dead:
+        if has_ended:
             _park()
         self._await_baton(me)
 
