@@ -65,6 +65,7 @@ def test_a_seed_draws_the_same_mutants_each_of_which_can_be_planted() -> None:
         ("x = a < b", {"boundary": ["x = a <= b"]}),
         ("x = a and b", {"missing-check": ["x = b", "x = a"]}),
         ("log.info(1)", {}),
+        ("def check_integrity():\n    look(1)", {}),
     ],
 )  # fmt: skip
 def test_what_is_made_of_a_text(body: str, want: dict[str, list[str]]) -> None:
