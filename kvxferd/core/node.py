@@ -358,7 +358,7 @@ class Node:
                 | worker_wire.PullRequest,
             ):
                 raise
-            if isinstance(event.message, worker_wire.PullRequest):
+            if isinstance(event.message, worker_wire.PullRequest) and session.rank is not None:
                 self.pulls.record_refused(session.local_rank, event.message, error)
             self.context.emit(
                 SendToWorker(session.session_id, worker_wire.refusal_of_request(event.message, error))

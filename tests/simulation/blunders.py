@@ -40,20 +40,20 @@ def _with_ref(**changed: str) -> Callable[[Call], Call]:
     return lambda call: call._replace(ref=replace(call.ref, **changed))
 
 
-def _with_ids(change: Callable[[list[int]], list[int]]) -> Callable[[Call], Call]:
-    """Change the block ids of the first group that has tokens. Of a state the last id alone counts."""
+def _with_ids(change: Callable[[list[int]], list[int]]) -> Callable[[Call], Call | None]:
+    """Change the block ids of the first group that has tokens, if one has: of a state the last counts."""
 
-    def act(call: Call) -> Call:
+    def act(call: Call) -> Call | None:
         for name, listed in call.lists.items():
             if listed.state_at < 0:
                 ids = change([*listed.ids])
                 return call._replace(lists={**call.lists, name: dataclasses.replace(listed, ids=ids)})
-        return call
+        return None
 
     return act
 
 
-Wrong = dict[str, tuple[Code, Callable[[Call], Call]]]
+Wrong = dict[str, tuple[Code, Callable[[Call], Call | None]]]
 OF_BOTH: Wrong = {
     "a block twice": (Code.BLOCKS_INVALID, _with_ids(lambda ids: [*ids, ids[0]])),
     "a block that there is not": (Code.BLOCKS_INVALID, _with_ids(lambda ids: [*ids[:-1], 1 << 20])),
@@ -108,8 +108,7 @@ class Blunders:
         if what == "pull":
             assert worker.shape is not None
             lists = own_lists(worker.shape.layout, lists)
-        right = Call(transfer.ref, lists)
-        if (call := change(right)) == right:
+        if (call := change(Call(transfer.ref, lists))) is None:
             return
         answers: list[object] = []
         self._world.tell("blunder", f"{worker.name} calls {what} with {name}")
