@@ -21,7 +21,7 @@ from tests.simulation.history import HISTORY
 from tests.simulation.kernel import SimulationError
 from tests.simulation.shapes import draw_deployment, draw_model
 from tests.simulation.store import MemoryKind
-from tests.simulation.world import LOW_NUMBERS, Traits, World
+from tests.simulation.world import LOW_NUMBERS, SMALL_NUMBERS, Traits, World
 
 START_S = 30.0
 REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
@@ -115,6 +115,7 @@ def _draw_traits(rng: random.Random) -> Traits:
         is_far=rng.random() < 0.15,
         staging_bytes=rng.choice((256 << 20, 256 << 20, 0, CHUNK_BYTES)),
         dying_share=rng.choice((0.0, 0.5)),
+        small_numbers=tuple(sorted(rng.sample(sorted(SMALL_NUMBERS), rng.choice((0, 2, 6))))),
     )
 
 

@@ -57,7 +57,7 @@ PAGE_BYTES = 24  # of a source's block ids, where lists go in parts
 
 
 # Numbers of the product that are never reached in small worlds: each low enough that it is. Those without a
-# module are rows of the table of limits.
+# module are rows of the table of limits. Past these, honest requests may be refused.
 LOW_NUMBERS = {
     "acknowledged": 24,
     "early_ready": 2,
@@ -65,21 +65,52 @@ LOW_NUMBERS = {
     "open_requests": 12,
     "remote_engine_bytes": 100_000,
     "waiting_bytes": 48_000,
-    "core.context CALLS_PER_EVENT": 1,
-    "core.context CALLS_PER_TICK": 2,
     "core.peers.routes MAX_ROUTES": 2,
     "core.ranks.member MAX_RELEASED": 2,
-    "core.sink.grants MAX_GRANTS_PER_RENEWAL": 1,
     "core.sink.manifests MAX_ENGINES_PER_PEER": 1,
-    "core.sink.plans MAX_REFUSALS": 1,
     "core.sink.stalled_sources MAX_SOURCES": 1,
     "core.source.transfer_table MAX_READERS": 2,
     "core.worker_requests MAX_ABANDONING": 1,
     "core.worker_requests MAX_PREPARED": 1,
+    "client.publishes MAX_USED_IDS": 2,
+}
+# Past these something is done in more steps, in another way, or again; nothing is refused.
+SMALL_NUMBERS = {
+    "client.pulls MIN_STALE_TIMERS": 0,
     "control.peer_inbox MAX_CACHED_BYTES": 1,
     "control.peer_inbox MAX_INLINE_BYTES": 64,
-    "client.publishes MAX_USED_IDS": 2,
+    "core.context CALLS_PER_EVENT": 1,
+    "core.context CALLS_PER_TICK": 2,
+    "core.ranks.movers MAX_PLAN_BYTES_PER_MOVER": 1,
+    "core.ranks.movers MAX_REMOTE_BYTES_PER_PEER": 1,
+    "core.sink.grants MAX_GRANTS_PER_RENEWAL": 1,
+    "core.sink.plans MAX_REFUSALS": 1,
+    "core.sink.pull MIN_PIECE_BYTES": 1,
+    "core.source.manifests MAX_PAGE_BYTES": 1,
+    "core.views.node_view BATCH": 1,
+    "mover.chunks.covering MAX_DESCRIPTORS": 2,
+    "mover.chunks.covering PIECE_BYTES": 1,
+    "mover.chunks.device_scatter LAUNCHES_PER_STEP": 1,
+    "mover.chunks.scatterer INLINE_S": 0,
+    "mover.chunks.slices MAX_DESCRIPTORS": 2,
+    "mover.chunks.slices MAX_RUN_BYTES": 16,
+    "mover.reads.pull_engine FEW_BLOCKS": 0,
     "mover.reads.pull_engine MAX_INFLIGHT": 2,
+    "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL": 1,
+    "mover.reads.pull_engine MAX_SHORT_PULLS_IN_A_ROW": 1,
+    "mover.reads.pull_state SHORT_BYTES": 64,
+    "mover.transport.staging MAX_CHUNK_RUNS": 2,
+    "plan.block_list_checks MAX_IDS_WITHOUT_NUMPY": 1,
+    "plan.covering MAX_BLOCKS_TOGETHER": 2,
+    "plan.covering MAX_REQUEST_TABLE_BYTES": 4096,
+    "plan.covering MAX_SIGNATURES": 1,
+    "plan.read_costs MIN_GAIN_S": 0,
+    "plan.read_costs MIN_LEARNT_S": 0,
+    "plan.stretches MAX_FORMS": 1,
+    "plan.stretches MAX_LENGTHS": 1,
+    "plan.stretches MAX_RUNS": 16,
+    "plan.stretches MAX_UNLIKE_STRETCHES": 2,
+    "plan.table_cache ENTRY_DIVISOR": 1 << 20,
     "plan.topology MAX_REMOTE_ENGINES": 1,
 }
 
@@ -101,6 +132,7 @@ class Traits:
     staging_bytes: int = 256 << 20  # of a daemon's movers, for covering reads
     has_low_limits: bool = False
     low_numbers: tuple[str, ...] = ()  # of LOW_NUMBERS
+    small_numbers: tuple[str, ...] = ()  # of SMALL_NUMBERS
     preempt_share: float = 0.0  # of the looks at the clock at which another thread takes over
     dying_share: float = 0.0  # of the movers that are killed end some time later
 
@@ -169,10 +201,11 @@ class World:
         if traits.frame_fds:
             for place in (fd_batches, framing, registration, worker_socket):
                 interposed.set_on(place, "MAX_FDS_PER_FRAME", traits.frame_fds)
-        for named in traits.low_numbers:
+        for named in (*traits.low_numbers, *traits.small_numbers):
             module, _, name = named.rpartition(" ")
             if module:
-                interposed.set_on(importlib.import_module(f"kvxferd.{module}"), name, LOW_NUMBERS[named])
+                number = (LOW_NUMBERS | SMALL_NUMBERS)[named]
+                interposed.set_on(importlib.import_module(f"kvxferd.{module}"), name, number)
             else:
                 low = limits.TABLE[named]._replace(total=LOW_NUMBERS[named])
                 interposed.set_on(limits, "TABLE", {**limits.TABLE, named: low})
