@@ -436,6 +436,7 @@ class World:
 
     def num_fds(self, process: Process) -> int:
         """Return how many descriptors a process has."""
+        self.kernel.lift_fd_limit()
         return len(os.listdir(f"/proc/self/task/{process.thread_id}/fd"))
 
 
