@@ -102,7 +102,9 @@ def _pulls(minute: LastMinute) -> str:
 def _long_pull(minute: LastMinute, pulls: Sequence[PullSnapshot]) -> str:
     if not minute.running_pulls or minute.oldest_pull_s < LONG_PULL_S:
         return ""
-    age, waits = format_time(minute.oldest_pull_s), next((f", {p.waits}" for p in pulls if p.waits), "")
+    age, running = format_time(minute.oldest_pull_s), [pull for pull in pulls if pull.phase != "in-doubt"]
+    oldest = max(running, key=lambda pull: pull.age_s, default=None)
+    waits = f", {oldest.waits}" if oldest is not None and oldest.waits else ""
     if minute.running_pulls == 1:
         return f" The one running pull has run for {age}{waits}."
     return f" The oldest of {format_count(minute.running_pulls)} running pulls has run for {age}{waits}."

@@ -34,7 +34,8 @@ def verdict(
     found = {"reasons": [], "warnings": [], **facts}
     node = node_snapshot(draining=draining)
     waiting = msgspec.structs.replace(node.pulls[0], waits="in grant: tcp://10.9.9.9:1 waits")
-    node = msgspec.structs.replace(node, limits=limits, pulls=(waiting,))
+    younger = msgspec.structs.replace(waiting, age_s=0.125, waits="for something else")
+    node = msgspec.structs.replace(node, limits=limits, pulls=(younger, waiting))
     return verdict_of(
         node, minute=samples.last_minute(), failed=records[::-1], config_path="/etc/k.toml", **found
     )
