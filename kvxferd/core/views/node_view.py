@@ -86,7 +86,8 @@ def list_pulls(pulls: Pulls, context: NodeContext) -> Steps[PullSnapshot]:
     for start in range(0, len(running), BATCH):
         for pull in running[start : start + BATCH]:
             is_long = pull.phase is PullPhase.WAITING and context.now - pull.received_at >= LONG_WAIT_S
-            shown = snapshot_of(pull, context.now, pulls.describe(pull)[1] if is_long else "")
+            says_why = is_long and len(listing.shown) < MAX_SHOWN
+            shown = snapshot_of(pull, context.now, pulls.describe(pull)[1] if says_why else "")
             listing.states[shown.phase] += 1
             if pull.phase is PullPhase.IN_DOUBT:
                 listing.num_bytes += pull.local_bytes
