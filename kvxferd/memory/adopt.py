@@ -111,7 +111,9 @@ def _mapping_of_block(block: int) -> tuple[int, int]:
         raise _cannot_adopt(block, f"malloc is {allocator}, whose blocks share their mappings")
     header = block - _HEADER_BYTES
     if not _is_private(header, block):
-        raise _cannot_adopt(block, "no header of malloc's is before it, in private anonymous memory")
+        raise _cannot_adopt(
+            block, "malloc did not return it: no header before it is in private anonymous memory"
+        )
     before = ctypes.c_size_t.from_address(header).value
     size = ctypes.c_size_t.from_address(header + _WORD).value
     start, length = header - before, before + (size & ~_FLAGS_MASK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -346,7 +347,7 @@ def _refusal_of(error: Exception, aim: str) -> Refusal:
     match error:
         case KvxferdError():
             return Refusal(error.code, error.message)
-        case OSError():
+        case OSError(errno=errno.EMFILE | errno.ENFILE):  # whoever ends gives descriptors back
             return Refusal(Code.BUSY, f"cannot {aim}: {error.strerror}; try again later")
     _LOG.error("not done: %s", aim, exc_info=error)
     return Refusal(Code.INTERNAL, f"cannot {aim}: {error!r}; see the log")
