@@ -156,7 +156,7 @@ class PeerInbox:
     def _refuse_undecodable(self, sender: Sender, payload: bytes, error: Exception) -> None:
         error = (
             error
-            if isinstance(error, ProtocolError)
+            if isinstance(error, KvxferdError)
             else ProtocolError(f"{type(error).__name__}: {str(error)!r}", Code.INTERNAL)
         )
         self._log_refused(sender, error.code, error.message)

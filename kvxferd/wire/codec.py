@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvxferd.errors import Code, ProtocolError
+from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.wire import mover, peer, worker
 from kvxferd.wire.common import Message, Versions
 from kvxferd.wire.limits import MAX_HELLO_BYTES
@@ -81,7 +81,7 @@ def decode_first_frame(payload: bytes) -> worker.ClientMessage:
     return CLIENT_MESSAGES.decode(payload)
 
 
-def refusal_of_undecodable(payload: bytes, error: ProtocolError) -> peer.PeerRefused:
+def refusal_of_undecodable(payload: bytes, error: KvxferdError) -> peer.PeerRefused:
     """Return the reply to a peer's message that could not be decoded.
 
     A `PeerHello` of a later version may have other fields; the reply to it names the versions of this side.
