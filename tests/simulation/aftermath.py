@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvxferd.mover.transport.staging_source import CHUNK_REPLY_TIMEOUT_S
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import Engine, Pull, Transfer
+from tests.simulation.engine import MAX_DRAWS, Engine, Pull, Transfer
 from tests.simulation.fabric import Moment, SimTransport
 from tests.simulation.reasons import SILENT_S
 from tests.simulation.world import PlannedMessage
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 PULL_S = 15.0  # enough for a transfer at rest
 HARD_PULL_S = 40.0  # enough for each hardship
-MAX_DRAWS = 100  # of a request: one may have more blocks than there are
 LONG_READ_S = 9.0  # longer than a lease, and than a grant's
 LONG_PREFILL_S = 8.0  # longer than a peer may be silent to which a request for a grant was sent
 LEASE_S = 60.0

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 3
 PATIENT_S = 10.0
-MAX_DRAWS = 10  # of blocks: a list of a window may need more than there are, or few
+MAX_DRAWS = 100  # of blocks: a list of a window may need more than there are, or few
 RETRY_S = 0.2
 BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
