@@ -24,6 +24,10 @@ def pack_blocks(
     Raises EngineError(blocks-invalid).
     """
     packed: BlocksByGroup = {}
+    if not isinstance(blocks, Mapping):
+        raise EngineError(
+            f"cannot {what}: blocks are a BlockList by the name of its group, not {blocks!r:.80}"
+        )
     if len(blocks) > MAX_GROUPS_PER_REQUEST:
         raise EngineError(f"cannot {what}: {len(blocks)} groups, at most {MAX_GROUPS_PER_REQUEST} go")
     for name, listed in blocks.items():
@@ -40,12 +44,14 @@ def pack_blocks(
 
 
 def _pack_one(name: str, listed: BlockList, what: str) -> PackedBlocks:
+    if not isinstance(listed, BlockList):
+        raise EngineError(f"cannot {what}: blocks of group {name!r}: give a BlockList(ids=...)")
     try:
         first_token = as_int(listed.first_token, "first_token", -MAX_INT, what)
         state_at = as_int(listed.state_at, "state_at", -MAX_INT, what)
         packed = borrow_ids(listed.ids) if listed.borrowed else pack_ids(listed.ids)  # type: ignore[arg-type]
         return PackedBlocks(ids=packed, first_token=first_token, state_at=state_at)
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"cannot {what}: blocks of group {name!r}: {error}", Code.BLOCKS_INVALID) from error
 
 
@@ -66,9 +72,14 @@ def as_seconds(value: float, name: str, what: str) -> float:
     try:
         seconds = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise EngineError(f"cannot {what}: {name} must be seconds, not {value!r:.80}") from error
+        raise EngineError(
+            f"cannot {what}: {name} must be seconds, not {value!r:.80}", Code.BAD_REQUEST
+        ) from error
     if not 0 < seconds <= MAX_SECONDS:  # NaN is not in between either
-        raise EngineError(f"cannot {what}: {name} is {seconds}, must be positive and at most {MAX_SECONDS:g}")
+        raise EngineError(
+            f"cannot {what}: {name} is {seconds}, must be positive and at most {MAX_SECONDS:g}",
+            Code.BAD_REQUEST,
+        )
     return seconds
 
 

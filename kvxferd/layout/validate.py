@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
+import msgspec
+
 from kvxferd.errors import Code, LayoutError
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.layout.engine import EngineSpec
@@ -78,6 +80,10 @@ def validate_layout(spec: EngineSpec, layout: RankLayout) -> None:
 
 def validate_spec(spec: EngineSpec) -> None:
     """Raise LayoutError for impossible sizes of an engine, or an impossible position of this rank in it."""
+    try:
+        msgspec.convert(msgspec.structs.asdict(spec), EngineSpec)
+    except msgspec.ValidationError as error:
+        raise LayoutError(f"cannot use this engine's specification: {error}") from error
     for name, text in (("engine_id", spec.engine_id), ("generation", spec.generation)):
         _check_name(text, name)
     _require(
@@ -284,7 +290,9 @@ def _by_name(items: Iterable[_Named], name_of: Callable[[_Named], str], what: st
 
 def _check_name(text: str, what: str) -> None:
     if not 0 < len(text) <= MAX_NAME_CHARS:
-        raise LayoutError(f"cannot use a {what} of {len(text)} characters: 1 to {MAX_NAME_CHARS} are allowed")
+        raise LayoutError(
+            f"cannot use a name of {len(text)} characters as {what}: 1 to {MAX_NAME_CHARS} are allowed"
+        )
 
 
 def _cannot_use(tensor: CacheTensor) -> str:

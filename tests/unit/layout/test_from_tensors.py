@@ -192,6 +192,10 @@ def test_groups_that_do_not_agree_and_groups_that_are_not_named() -> None:
 def test_no_tensors_and_no_named_tensor() -> None:
     with pytest.raises(LayoutError, match="without tensors"):
         from_tensors(spec(), {})
+    with pytest.raises(LayoutError, match="by its name"):
+        from_tensors(spec(), [FakeTensor((2, 2))])  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"Expected `int`, got `str` - at `\$.num_layers`"):
+        from_tensors(spec(num_layers="2"), {"cache": FakeTensor((2, 2))})  # type: ignore[dict-item]
     with pytest.raises(LayoutError, match="it is a FakeTensor; give a NamedTensor"):
         from_tensors(spec(), {"cache": FakeTensor((2, 2))})  # type: ignore[dict-item]
 
