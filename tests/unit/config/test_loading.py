@@ -1,5 +1,6 @@
 """The configuration: what it defaults to, who wins, and what is refused in which words."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -7,40 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.config import SETTINGS, Config, NodeConfig, TransferConfig, flag_name, load_config
-from kvxferd.config.loading import read_settings
-from kvxferd.config.sample import sample_text
+from kvxferd.config import SETTINGS, Config, TransferConfig, flag_name, load_config, loading
 from kvxferd.errors import Code, ConfigError
 
 EXAMPLE = Path(__file__).parents[3] / "config" / "kvxferd.toml"
 
 
-def test_the_example_holds_every_setting_at_its_default() -> None:
+def test_the_example_is_the_packages_and_holds_every_setting_at_its_default() -> None:
+    assert EXAMPLE.resolve() == Path(loading.__file__).with_name("kvxferd.toml"), "a second copy could drift"
     assert load_config(EXAMPLE, {}, {}) == Config()
-
-
-def test_the_example_names_every_setting_after_a_comment() -> None:
-    lines = EXAMPLE.read_text().splitlines()
-    named, section, commented = set(), "", False
-    for line in lines:
-        if line.startswith("#"):
-            commented = True
-        elif line.startswith("["):
-            section = line.strip("[]")
-        elif "=" in line:
-            assert commented, f"{section}: {line} has no comment"
-            named.add(f"{section}.{line.partition('=')[0].strip()}")
-        else:
-            commented = False
-    assert named == set(SETTINGS)
+    tables = tomllib.loads(EXAMPLE.read_text())
+    assert {f"{section}.{field}" for section, table in tables.items() for field in table} == set(SETTINGS)
 
 
 def test_sockets_follow_the_run_directory_unless_set() -> None:
-    config = Config(node=NodeConfig(run_dir="/tmp/node-a"))
-    assert (config.worker.socket, config.control.socket) == (
-        "/tmp/node-a/worker/worker.sock",
-        "/tmp/node-a/control.sock",
-    )
     moved = load_config(None, {}, {"node.run_dir": "/tmp/node-a", "control.socket": "/tmp/c.sock"})
     assert (moved.worker.socket, moved.control.socket) == ("/tmp/node-a/worker/worker.sock", "/tmp/c.sock")
 
@@ -63,8 +44,6 @@ def test_the_environment_wins_over_the_file_and_a_flag_over_both(tmp_path: Path)
         ("mover.environment", "UCX_TLS=tcp,UCX_NET_DEVICES=lo", {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}),
         ("http.bind", "", ""),
         ("http.bind", "[::1]:0", "[::1]:0"),
-        ("peer.bind", "tcp://10.0.0.7:0", "tcp://10.0.0.7:0"),
-        ("log.level", "debug", "debug"),
         ("peer.pp_aware", "false", False),
         ("peer.pp_aware", "True", True),
     ],
@@ -116,42 +95,32 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, toml: str, names: list[st
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("KVXFERD_TRANSFER_LEASE", "3"),  # unknown
-        ("KVXFERD_TRANSFER_LEASE_S", "soon"),
-        ("KVXFERD_WORKER_MODE", "rw"),
-        ("KVXFERD_WORKER_ALLOWED_UIDS", "root"),
-        ("KVXFERD_MOVER_ENVIRONMENT", "UCX_TLS"),
-        ("KVXFERD_MOVER_POOL_SIZE", "1.5"),
-        ("KVXFERD_PEER_PP_AWARE", "perhaps"),
-    ],
-)
-def test_a_bad_variable_is_refused_by_name(name: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        load_config(None, {name: text}, {})
-
-
-def test_a_bad_flag_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="flag --transfer-lease-s"):
-        load_config(None, {}, {"transfer.lease_s": "soon"})
-    with pytest.raises(ConfigError, match=r"transfer\.lease\b"):
-        load_config(None, {}, {"transfer.lease": "3"})
-
-
-@pytest.mark.parametrize(
     ("key", "text", "wanted"),
     [
-        ("worker.allowed_uids", "[0, 1000]", "separated by commas"),  # as the file would have it
+        ("transfer.lease_s", "soon", ""),
+        ("worker.mode", "rw", ""),
+        ("mover.pool_size", "1.5", ""),
+        ("peer.pp_aware", "perhaps", ""),
+        # Who gives a list as the file would have it learns how text is written.
+        ("worker.allowed_uids", "[0, 1000]", "separated by commas"),
         ("peer.curve_allowed_keys", '["any"]', "separated by commas, or any"),
         ("peer.allowed_addresses", "node-7", "separated by commas"),
         ("mover.environment", "UCX_TLS=rc,cuda_copy", "NAME=text,NAME=text"),
     ],
 )
-def test_who_gives_a_list_as_text_learns_how_text_is_written(key: str, text: str, wanted: str) -> None:
-    for environ, flags in (({}, {key: text}), ({SETTINGS[key].variable: text}, {})):
-        with pytest.raises(ConfigError, match=wanted):
-            load_config(None, environ, flags)
+def test_a_bad_variable_or_flag_is_refused_by_name(key: str, text: str, wanted: str) -> None:
+    variable = SETTINGS[key].variable
+    with pytest.raises(ConfigError, match=f"{variable}: give .*{wanted}"):
+        load_config(None, {variable: text}, {})
+    with pytest.raises(ConfigError, match=f"flag {flag_name(key)}: give .*{wanted}"):
+        load_config(None, {}, {key: text})
+
+
+def test_a_name_that_no_setting_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="KVXFERD_TRANSFER_LEASE "):
+        load_config(None, {"KVXFERD_TRANSFER_LEASE": "3"}, {})
+    with pytest.raises(ConfigError, match=r"transfer\.lease\b"):
+        load_config(None, {}, {"transfer.lease": "3"})
 
 
 def test_what_kubernetes_adds_for_a_service_is_no_setting() -> None:
@@ -169,23 +138,11 @@ def test_what_kubernetes_adds_for_a_service_is_no_setting() -> None:
     assert load_config(None, environ, {}) == Config()
 
 
-def test_every_setting_has_its_own_flag_and_variable() -> None:
-    assert len({flag_name(key) for key in SETTINGS}) == len(SETTINGS)
-    assert len({setting.variable for setting in SETTINGS.values()}) == len(SETTINGS)
-    assert all(setting.expected for setting in SETTINGS.values())
-
-
 # --- every problem of a file at once
 
 
 def problems_of(file: Path) -> list[tuple[str, str]]:
-    return read_settings(file, {}, {}).all_problems()
-
-
-def test_the_sample_is_one_file_and_has_no_problem() -> None:
-    assert EXAMPLE.is_symlink(), "a second copy could drift"
-    assert EXAMPLE.read_text() == sample_text()
-    assert problems_of(EXAMPLE) == []
+    return loading.read_settings(file, {}, {}).all_problems()
 
 
 @pytest.mark.parametrize(
