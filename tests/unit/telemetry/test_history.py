@@ -15,7 +15,9 @@ from tests.support.node_samples import SOURCE, pull_record, records
 
 
 @pytest.mark.parametrize("record", records())
-def test_a_record_survives_json(record: Record) -> None:
+def test_a_record_of_each_kind_gets_its_time_and_survives_json(record: Record) -> None:
+    record = stamped(record, 1_800_000_000.0)
+    assert record.ended_at == 1_800_000_000.0
     assert record_from_json(json.loads(json.dumps(record_to_json(record)))) == record
 
 
@@ -24,11 +26,6 @@ def test_a_record_never_starts_after_its_end(ended_at: float, took_s: float) -> 
     record = stamped(msgspec.structs.replace(pull_record(), total_s=took_s), ended_at)
     assert isinstance(record, PullRecord)
     assert record.started_at <= record.ended_at == ended_at
-
-
-@pytest.mark.parametrize("record", records())
-def test_every_kind_of_record_has_its_time(record: Record) -> None:
-    assert stamped(record, 1_800_000_000.0).ended_at == 1_800_000_000.0
 
 
 def test_a_failure_stays_longer_than_the_records_around_it() -> None:
@@ -106,19 +103,16 @@ def test_a_follower_sees_each_record_once_or_as_dropped(
     assert len(seen) + dropped == number
 
 
-def test_a_cursor_of_an_earlier_start_begins_anew() -> None:
+@pytest.mark.parametrize("cursor", ["old-17", "new--1"])  # the second: of the boot "new-"
+def test_a_cursor_of_an_earlier_start_begins_anew(cursor: str) -> None:
     history = History(boot="new")
     history.add(pull_record())
-    page = history.search(HistoryQuery(after="old-17"))
+    page = history.search(HistoryQuery(after=cursor))
     assert (page.restarted, page.records, page.dropped) == (True, [pull_record()], 0)
 
 
-@pytest.mark.parametrize("cursor", ["x", "new-", "new-1x", "new--1", "new-" + "9" * 30, "new-\u0661"])
+@pytest.mark.parametrize("cursor", ["x", "new-", "new-1x", "new-" + "9" * 30, "new-\u0661"])
 def test_odd_cursors_are_refused(cursor: str) -> None:
-    history = History(boot="new")
-    if cursor == "new--1":  # the boot "new-", and number 1
-        assert history.search(HistoryQuery(after=cursor)).restarted
-        return
     with pytest.raises(KvxferdError) as refused:
-        history.search(HistoryQuery(after=cursor))
+        History(boot="new").search(HistoryQuery(after=cursor))
     assert refused.value.code is Code.BAD_REQUEST

@@ -23,14 +23,6 @@ SLEEP_S = 0.25
 START = ClockReading(100.0, 7.0, 3.0)
 
 
-def after(elapsed_s: float, cpu_s: float, waited_s: float | None) -> ClockReading:
-    """Return the clocks so much later than `START`."""
-    assert START.waited_s is not None
-    return ClockReading(
-        START.now + elapsed_s, START.cpu_s + cpu_s, None if waited_s is None else START.waited_s + waited_s
-    )
-
-
 @pytest.mark.parametrize(
     ("elapsed_s", "cpu_s", "waited_s", "cause"),
     [
@@ -54,7 +46,9 @@ def after(elapsed_s: float, cpu_s: float, waited_s: float | None) -> ClockReadin
 def test_a_late_timer_and_its_cause(
     elapsed_s: float, cpu_s: float, waited_s: float | None, cause: Cause | None
 ) -> None:
-    late = lateness_of(START, after(elapsed_s, cpu_s, waited_s), SLEEP_S)
+    waited_until_s = None if waited_s is None else 3.0 + waited_s
+    after = ClockReading(START.now + elapsed_s, START.cpu_s + cpu_s, waited_until_s)
+    late = lateness_of(START, after, SLEEP_S)
     assert (None if late is None else late.cause) == cause
     if late is not None:
         assert late.late_s == pytest.approx(elapsed_s - SLEEP_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import msgspec
 import pytest
 
@@ -9,6 +11,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
 from kvxferd.records import LimitSnapshot, PullRecord
 from kvxferd.telemetry.overview import Level, NodeVerdict, failure_reasons, peer_lines, verdict_of
+from kvxferd.telemetry.remedies import DEFAULT_REMEDY, REMEDIES, remedy_of
 from kvxferd.telemetry.samples import Gauges, PeerRow, Samples
 from tests.support.node_samples import PEER, node_snapshot, pull_record
 
@@ -45,6 +48,7 @@ def limit(used: int, limit: int) -> LimitSnapshot:
     return LimitSnapshot(name="max_ranks", limit=limit, used=used)
 
 
+KEYED = Endpoint("tcp://[fd00::7]:9441#" + "ab" * 32)
 ELSEWHERE = pull(Code.DEADLINE, peer=Endpoint("tcp://10.9.9.9:1#KEY"))
 
 
@@ -106,3 +110,29 @@ def test_peers_are_those_that_are_known_and_those_that_pulls_named() -> None:
     named, known = peer_lines(node_snapshot(), rows)
     assert (named.state, named.failed, named.last_reply_s) == ("not connected", 2, None)
     assert (known.state, known.delivered, known.num_grants, known.engines) == ("up", 3, 7, ("prefill-0",))
+
+
+# --- what to do: a sentence for each code, and commands that a shell takes as they are
+
+
+@pytest.mark.parametrize("code", Code)
+def test_every_code_has_a_sentence_without_a_gap(code: Code) -> None:
+    remedy = remedy_of(code, KEYED, "")
+    assert remedy
+    assert "{" not in remedy
+    assert (remedy == DEFAULT_REMEDY) == (code not in REMEDIES)
+
+
+@pytest.mark.parametrize(
+    ("peer", "config_path", "words"),
+    [
+        (KEYED, "/etc/a b/k.toml", ["kvxferd", "ping", KEYED, "--config", "/etc/a b/k.toml"]),
+        (KEYED, "", ["kvxferd", "ping", KEYED]),
+        ("x`$(reboot)`; '", "", ["kvxferd", "ping", "x`$(reboot)`; '"]),
+        ("", "k.toml", ["kvxferd", "ping", "ENDPOINT", "--config", "k.toml"]),
+    ],
+)
+def test_the_command_can_be_pasted(peer: Endpoint, config_path: str, words: list[str]) -> None:
+    remedy = remedy_of(Code.PEER_UNREACHABLE, peer, config_path)
+    command = remedy.removeprefix("run `").rpartition("`: it tells")[0]
+    assert shlex.split(command) == words

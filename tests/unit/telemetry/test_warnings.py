@@ -63,8 +63,11 @@ def test_a_warning_ends_once_after_its_hold_and_a_gap_below_it_is_none() -> None
     assert node.changes(2 * HOLD_S - 0.1) == []
     assert node.changes(2 * HOLD_S) == [("warning ended", "staged: 1")]
     assert node.list.current() == []
-    # A setting's ends with the setting.
-    node.changes(100.0, WarningCondition(WarningKind.PEER_SOCKET_OPEN, "", "open"))
+    # A setting's ends with the setting. Its sentence is split at its remedy, and joined again.
+    finding = finding_of(WarningKind.PEER_SOCKET_OPEN, "", "it is open: no key; set one; restart")
+    assert finding.remedy == "set one; restart"
+    node.changes(100.0, finding)
+    assert node.list.current()[0].text == "it is open: no key; set one; restart"
     assert node.changes(100.1) == [("warning ended", "")]
 
 
@@ -86,15 +89,6 @@ def test_a_stranger_s_name_is_cut_and_without_control_characters() -> None:
     assert warning.message.isprintable()
     # The same name is the same warning the next time.
     assert node.changes(1.0, placement("\x1b[31m" + "x" * 5000)) == []
-
-
-def test_a_sentence_is_split_at_its_remedy_and_joined_again() -> None:
-    sentence = "memory is reached slowly: no dma-buf; load the module; restart"
-    finding = finding_of(WarningKind.PLACEMENT, "", sentence)
-    assert finding.remedy == "load the module; restart"
-    node = Node()
-    node.changes(0.0, finding)
-    assert node.list.current()[0].text == sentence
 
 
 @given(
