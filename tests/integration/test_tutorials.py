@@ -39,9 +39,10 @@ def test_the_tensor_tutorial_works_as_pasted(fleet: Fleet, tmp_path: Path) -> No
     assert without_times(shown).partition("\n")[2] == without_times(printed)
 
 
-def test_an_engine_of_your_own_works_as_pasted(fleet: Fleet, tmp_path: Path) -> None:
-    (program,) = blocks_of(ENGINE_PAGE, "python")
-    (shown,) = blocks_of(ENGINE_PAGE, "console")
+@pytest.mark.parametrize("number", [0, 1], ids=["polled", "asyncio"])
+def test_an_engine_of_your_own_works_as_pasted(fleet: Fleet, tmp_path: Path, number: int) -> None:
+    program = blocks_of(ENGINE_PAGE, "python")[number]
+    shown = blocks_of(ENGINE_PAGE, "console")[number]
     assert shown.partition("\n")[2] == run(program, fleet.shared("node").worker_socket, tmp_path)
 
 

@@ -139,7 +139,8 @@ class GrantServer:
     ) -> Obstacle | None:
         message, grant = request.message, GrantId(str(request.name))
         if transfer.nonce != message.ref.nonce:
-            return Obstacle(Code.NONCE_WRONG, "the reference's nonce is not the transfer's")
+            why = "the reference's nonce is not the transfer's; hand on what publish() returned"
+            return Obstacle(Code.NONCE_WRONG, why)
         if self._published.table.by_grant.get(grant, transfer) is not transfer:
             why = f"grant {message.grant[:80]} is on another transfer; choose a new name"
             return Obstacle(Code.OUT_OF_PLACE, why)
