@@ -9,9 +9,11 @@ import pytest
 
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import GroupName, Rank
-from kvxferd.layout import EngineSpec, Group, GroupKind, PackedBlocks, RankLayout, TokenShard, pack_ids
-from kvxferd.plan import block_list_checks, check_request
+from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, TokenShard, pack_ids, unpack_ids
+from kvxferd.layout.presets import deploy
+from kvxferd.plan import PieceRules, block_list_checks, check_request, covered_tokens
 from kvxferd.plan.block_list_checks import (
+    GroupRule,
     block_rules,
     check_blocks,
     check_open_blocks,
@@ -19,27 +21,15 @@ from kvxferd.plan.block_list_checks import (
     has_all_blocks,
     ids_as_int32,
 )
+from kvxferd.plan.plan import block_geometry
 from tests.support.attention_engines import FULL, blocks, engine, layout_of, plan_between, spec
 
 PLAIN = layout_of(spec())  # one group, blocks of 4 tokens, ids 0 to 15
-STATE = GroupName("state")
 
 
 def with_group(layout: RankLayout, **changes: object) -> RankLayout:
     """Return the layout with its one group changed."""
     return msgspec.structs.replace(layout, groups=(msgspec.structs.replace(layout.groups[0], **changes),))
-
-
-def hybrid() -> RankLayout:
-    """Return a layout whose second layer is a state."""
-    group = Group(STATE, num_blocks=4, kind=GroupKind.STATE)
-    tensors = [
-        t
-        if t.layer == 0
-        else msgspec.structs.replace(t, group=STATE, token_stride=0, component=f"s.{t.component}")
-        for t in PLAIN.tensors
-    ]
-    return msgspec.structs.replace(PLAIN, groups=(*PLAIN.groups, group), tensors=tuple(tensors))
 
 
 @pytest.mark.parametrize(
@@ -130,24 +120,17 @@ def test_the_sources_ids_are_checked_too() -> None:
         check_request(plan, blocks([0]), blocks([0, 1], first_token=-4), 4)
 
 
-@pytest.fixture
-def scans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of the long lists that were scanned or sorted."""
-    seen: list[int] = []
+def test_a_long_list_is_scanned_once_for_all_ranks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each scan of the longest list takes milliseconds of the daemon's loop, a sort ten times that."""
+    scans: list[int] = []
 
     def counted(listed: PackedBlocks) -> npt.NDArray[np.int32]:
-        seen.append(len(listed))
+        scans.append(len(listed))
         return ids_as_int32(listed)
 
     monkeypatch.setattr(block_list_checks, "ids_as_int32", counted)
-    return seen
-
-
-def test_a_long_list_is_scanned_once_for_all_ranks_that_differ(scans: list[int]) -> None:
-    """Each scan of the longest list takes milliseconds of the daemon's loop, a sort ten times that."""
     layout = engine()[Rank(0, 0)][1]
-    sizes = [with_group(layout, num_blocks=number) for number in range(128, 192)]
-    rules = engine_rules(map(block_rules, sizes))
+    rules = engine_rules(block_rules(with_group(layout, num_blocks=number)) for number in range(128, 192))
     assert len(rules) == 64
     long = blocks(range(100))
     check_blocks(rules, long, 400)
@@ -157,11 +140,12 @@ def test_a_long_list_is_scanned_once_for_all_ranks_that_differ(scans: list[int])
     del scans[:]
     check_open_blocks(rules, long, 400)
     assert has_all_blocks(rules, long, 400)
-    assert len(scans) == 2
     check_open_blocks(rules, long, 400, blocks([]))  # nothing is added
     assert len(scans) == 2
-    own = {rank: held for rank, (held, _) in engine(tp=4).items()}
-    source = {rank: (held, layout_of(held, num_blocks=128 + rank.tp_rank)) for rank, held in own.items()}
+    source = {
+        rank: (held, layout_of(held, num_blocks=128 + rank.tp_rank))
+        for rank, (held, _) in engine(tp=4).items()
+    }
     plan = plan_between(engine(), source)
     del scans[:]
     check_request(plan, blocks([0]), long, 4)
@@ -182,21 +166,95 @@ def test_a_source_cannot_make_a_reader_count_without_end() -> None:
 
 def test_a_state_stands_where_the_request_ends() -> None:
     """Only the last id counts: others may repeat. The token must be the request's, at the source too."""
-    layout, attention = hybrid(), blocks([0, 1])
+    sizes = {"full": 16, "state.0": 4}
+    both = deploy("tiny-gdn", num_blocks=sizes, block_tokens=4, shared_pages=False)
+    plan, layout = plan_between(both, both), both[Rank(0, 0)][1]
 
     def lists(ids: list[int], state_at: int = 8) -> dict[GroupName, PackedBlocks]:
-        return attention | {STATE: PackedBlocks(pack_ids(ids), state_at=state_at)}
+        return blocks([0, 1]) | {GroupName("state.0"): PackedBlocks(pack_ids(ids), state_at=state_at)}
 
-    both: dict[Rank, tuple[EngineSpec, RankLayout]] = {Rank(0, 0): (spec(), layout)}
-    plan = plan_between(both, both)
     for own in (lists([0, 0, 3]), lists([])):
         check_blocks(block_rules(layout), own, 8)
         check_request(plan, own, own, 8)
     with pytest.raises(EngineError, match="stands at token 4, and the request has 8 tokens"):
         check_blocks(block_rules(layout), lists([3], 4), 8)
-    with pytest.raises(EngineError, match="block 4 of group 'state'"):
+    with pytest.raises(EngineError, match=r"block 4 of group 'state\.0'"):
         check_blocks(block_rules(layout), lists([4]), 8)
     for theirs in (lists([3], 4), lists([])):
         with pytest.raises(PlanError, match="state at token 8 is needed") as caught:
             check_request(plan, lists([3]), theirs, 8)
         assert caught.value.code is Code.TOKENS_NOT_PUBLISHED
+
+
+# --- pieces of a progressive pull: together they are the whole, each token once, and none too early
+
+
+NUM_BLOCKS = 4096
+FULL_GROUP = Group(name="full", num_blocks=NUM_BLOCKS, block_tokens=4)
+WINDOW_GROUP = Group(name="window", num_blocks=NUM_BLOCKS, block_tokens=4, sliding_window=8)
+STATE_GROUP = Group(name="state", num_blocks=NUM_BLOCKS, kind=GroupKind.STATE)
+RULES = tuple(GroupRule(block_geometry(group), 1) for group in (FULL_GROUP, WINDOW_GROUP, STATE_GROUP))
+
+
+def packed(num_ids: int, first: int = 0) -> PackedBlocks:
+    return PackedBlocks(pack_ids(list(range(num_ids))), first)
+
+
+def test_windows_and_states_are_read_with_the_last_piece() -> None:
+    rules = PieceRules(plan_between(engine(), engine()))
+    assert (rules.step_tokens, rules.reads_all) == (4, True)
+    lists = {"full": packed(5), "window": packed(2, 12), "state": PackedBlocks(pack_ids([7]), state_at=20)}
+    piece = rules.slice(lists, 4, 12)
+    assert list(unpack_ids(piece["full"].ids)) == [1, 2]
+    assert not piece["window"].ids
+    assert not piece["state"].ids
+    last = rules.slice(lists, 12, None)
+    assert (last["full"].first_token, last["window"], last["state"]) == (12, lists["window"], lists["state"])
+
+
+def test_lists_grow_until_each_group_has_all() -> None:
+    lists = {"full": packed(3)}
+    check_open_blocks(RULES, lists, 20)
+    assert not has_all_blocks(RULES, lists, 20)
+    assert covered_tokens(RULES, lists, 20) == 12
+    lists["full"] = packed(5)
+    assert covered_tokens(RULES, lists, 20) == 20
+    check_open_blocks(RULES, lists, 20)
+    assert not has_all_blocks(RULES, lists, 20)
+    assert covered_tokens(RULES[1:], {"window": packed(5)}, 20) == 0, "a window is no part of the prompt"
+    lists["window"] = packed(2, 12)
+    lists["state"] = PackedBlocks(pack_ids([7]), state_at=20)
+    check_open_blocks(RULES, lists, 20)
+    assert has_all_blocks(RULES, lists, 20)
+
+
+def test_a_part_is_checked_by_itself_until_its_list_is_complete() -> None:
+    grown = {"full": PackedBlocks(pack_ids([1, 1, 2]))}  # that 1 stands twice was found before, or will be
+    check_open_blocks(RULES, grown, 20, {"full": PackedBlocks(pack_ids([2]))})
+    assert not has_all_blocks(RULES, grown, 20)
+    complete = {"full": PackedBlocks(pack_ids([1, 1, 2, 3, 4]))}
+    with pytest.raises(EngineError, match="cannot use block 1 of group 'full' twice"):
+        check_open_blocks(RULES, complete, 20, {"full": PackedBlocks(pack_ids([4]))})
+
+
+@pytest.mark.parametrize(
+    ("listed", "part"),
+    [
+        ({"full": packed(6)}, None),
+        ({"full": PackedBlocks(pack_ids([1, 1]))}, None),
+        ({"full": PackedBlocks(pack_ids([NUM_BLOCKS]))}, None),
+        ({"full": PackedBlocks(b"123")}, None),
+        ({"other": packed(1)}, None),
+        ({"state": PackedBlocks(pack_ids([7]), state_at=19)}, None),
+        # of a list that has grown by these
+        *(
+            ({"full": PackedBlocks(pack_ids([1, *ids]))}, {"full": PackedBlocks(pack_ids(ids))})
+            for ids in ([2, 2], [NUM_BLOCKS], [-1])
+        ),
+    ],
+)
+def test_lists_and_parts_that_do_not_fit_are_refused(
+    listed: dict[str, PackedBlocks], part: dict[str, PackedBlocks] | None
+) -> None:
+    with pytest.raises(EngineError):
+        check_open_blocks(RULES, listed, 20, part)

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
 from kvxferd.ids import Rank
 from kvxferd.mover.chunks.covering import CoverSlicer
 from kvxferd.plan import Plan
-from kvxferd.plan.covering import FORM_OVERHEAD_BYTES, TABLE_OVERHEAD_BYTES, CoveredRank, CoverExpander
-from kvxferd.plan.stretches import (
-    MAX_FORMS,
-    MAX_RUNS,
-    MAX_STRETCH_BYTES,
-    cover_block,
-)
-from kvxferd.plan.table_cache import ENTRY_OVERHEAD_BYTES, TableCache
+from kvxferd.plan.covering import CoveredRank, CoverExpander
+from kvxferd.plan.stretches import MAX_FORMS, MAX_RUNS, MAX_STRETCH_BYTES, cover_block
 from tests.support.attention_engines import KV, blocks, engine, layout_of, plan_between
 
 SOURCE = Rank(0, 0)
 
 
-def covered(
-    plan: Plan, mine: list[int], theirs: list[int], first: tuple[int, int] = (0, 0)
-) -> dict[Rank, CoveredRank]:
-    """Expand with local memory at 1,000,000 and each remote rank's at 2,000,000."""
-    request = CoverExpander(plan).prepare(blocks(mine, first[0]), blocks(theirs, first[1]))
+def covered(plan: Plan, mine: list[int], theirs: list[int]) -> CoveredRank:
+    """Expand with local memory at 1,000,000 and the source's at 2,000,000."""
+    request = CoverExpander(plan).prepare(blocks(mine), blocks(theirs))
     assert request is not None
-    (part,) = request.parts({KV: 1_000_000}, {rank: {KV: 2_000_000} for rank in plan.sources})
-    return part
+    (part,) = request.parts({KV: 1_000_000}, {SOURCE: {KV: 2_000_000}})
+    return part[SOURCE]
 
 
 def listed(part: CoveredRank) -> list[tuple[int, int]]:
@@ -40,7 +30,7 @@ def listed(part: CoveredRank) -> list[tuple[int, int]]:
 
 def test_a_block_whose_order_differs_is_one_stretch_a_tensor() -> None:
     """4 heads x 4 tokens of 4 bytes: 64 bytes a block and tensor, 16 runs each, all layers of one form."""
-    part = covered(plan_between(engine(layout="NHD"), engine(layout="HND")), [3, 1], [5, 9])[SOURCE]
+    part = covered(plan_between(engine(layout="NHD"), engine(layout="HND")), [3, 1], [5, 9])
     (stretches,) = part.stretches
     assert stretches.form.num_copies == 16
     assert stretches.form.is_packed
@@ -54,20 +44,12 @@ def test_a_block_whose_order_differs_is_one_stretch_a_tensor() -> None:
 def test_a_larger_remote_block_is_read_once() -> None:
     """Blocks of 8 tokens there, heads first: each half of a head goes to a local block of its own."""
     plan = plan_between(engine(block_tokens=4), engine(block_tokens=8))
-    part = covered(plan, [0, 5], [3])[SOURCE]
+    part = covered(plan, [0, 5], [3])
     assert {size for _, size in listed(part)} == {128}
     assert len(listed(part)) == 4
     (stretches,) = part.stretches
     assert stretches.form.num_blocks == 2
     assert stretches.num_bytes == stretches.covered_bytes
-
-
-def test_reading_a_quarter_of_the_heads_token_by_token_covers_almost_the_whole_block() -> None:
-    """4 tokens of 16 bytes, of which this rank takes 4: three gaps of 12 bytes."""
-    plan = plan_between(engine(layout="NHD", tp=4), engine(layout="NHD"), rank=(0, 1))
-    part = covered(plan, [2], [2])[SOURCE]
-    assert {size for _, size in listed(part)} == {4 + 3 * 16}
-    assert [s.num_bytes for s in part.stretches] == [4 * 16]
 
 
 def test_a_stretch_is_no_longer_than_a_blocks_stride() -> None:
@@ -86,25 +68,8 @@ def test_a_gap_that_costs_more_than_a_descriptor_is_not_read() -> None:
     assert one.remote.tolist() == [0, 5000]
 
 
-def test_what_does_not_repeat_is_not_covered() -> None:
-    rng = np.random.default_rng(1)
-    length = np.full(10 * MAX_FORMS, 4)
-    local = np.arange(len(length)) * 4
-    remote = np.cumsum(rng.integers(1, 1000, len(length)) * 4)
-    assert cover_block([(local, remote, length)], 5000, max_gap_bytes=1999) is None
-
-
-@pytest.mark.parametrize("layers", [2, 20])
-def test_the_table_of_a_plan_does_not_grow_with_its_layers(layers: int) -> None:
-    tables = TableCache()
-    plan = plan_between(engine(layout="NHD", layers=layers), engine(layers=layers))
-    CoverExpander(plan, tables).prepare(blocks([1]), blocks([2]))
-    overhead = ENTRY_OVERHEAD_BYTES + TABLE_OVERHEAD_BYTES + FORM_OVERHEAD_BYTES
-    assert tables.num_bytes == overhead + 16 * 2 * 8 + layers * 2 * 2 * 8
-
-
 def test_a_stretch_outside_its_region_is_refused() -> None:
-    part = covered(plan_between(engine(layout="NHD"), engine()), [3], [5])[SOURCE]
+    part = covered(plan_between(engine(layout="NHD"), engine()), [3], [5])
     moved = [one._replace(local=one.local - 100_000) for one in part.stretches]
     with pytest.raises(ValueError, match="before its region"):
         CoverSlicer(moved)
@@ -123,8 +88,12 @@ def test_block_sizes_without_a_small_common_multiple_are_not_covered() -> None:
     assert CoverExpander(plan_between(mine, theirs)).prepare(blocks(range(200)), blocks(range(190))) is None
 
 
-def test_blocks_of_too_many_runs_are_not_covered() -> None:
+def test_blocks_that_do_not_repeat_or_of_too_many_runs_are_not_covered() -> None:
     """Neither many short ones, nor one that is cut into many, nor many lengths."""
+    rng = np.random.default_rng(1)
+    length = np.full(10 * MAX_FORMS, 4)
+    remote = np.cumsum(rng.integers(1, 1000, len(length)) * 4)
+    assert cover_block([(np.arange(len(length)) * 4, remote, length)], 5000, max_gap_bytes=1999) is None
     count = MAX_RUNS + 1
     length = np.full(count, 4)
     assert cover_block([(np.arange(count) * 4, np.arange(count) * 8, length)], 1 << 30) is None
@@ -146,33 +115,3 @@ def test_a_part_is_no_more_runs_than_are_expanded_at_a_time() -> None:
         num_runs = [sum(len(one.remote) * one.form.num_copies for one in part.stretches) for part in parts]
         assert max(num_runs) <= max(64, max_runs), "a block is 64 runs"
         assert sum(num_runs) == 12 * 64
-
-
-def test_tables_of_many_small_forms_are_counted_as_the_memory_that_they_take() -> None:
-    """Some ten bytes of arrays each. Block lists may begin at any token."""
-    plan = plan_between(engine(block_tokens=256), engine(block_tokens=256))
-    tables = TableCache()
-    expander = CoverExpander(plan, tables)
-    tracemalloc.start()
-    try:
-        for first in range(1, 256, 3):
-            expander.prepare(blocks([0], first), blocks([0]))
-            expander.prepare(blocks([0]), blocks([0], first))
-        taken, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(tables) == 2 * 85
-    assert taken <= 1.25 * tables.num_bytes
-
-
-def test_a_block_that_is_listed_again_and_again_is_not_held_in_memory_as_often() -> None:
-    """328,000 runs a block, of which eight are read together: they are given up before all are made."""
-    mine, theirs = (engine(block_tokens=512, layers=80, layout=order) for order in ("NHD", "HND"))
-    expander = CoverExpander(plan_between(mine, theirs))
-    tracemalloc.start()
-    try:
-        assert expander.prepare(blocks(range(10)), blocks([1] * 10, 256)) is None
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 48 << 20

@@ -17,15 +17,10 @@ ONE = {"heads": 1, "layers": 1}
 SOURCE = Rank(0, 0)
 
 
-def test_neighbouring_blocks_become_one_run() -> None:
-    """Ids consecutive on both sides; K and V are apart."""
-    runs = expand(plan_between(engine(**ONE), engine(**ONE)), [4, 5, 6], [8, 9, 10])
-    assert listed(runs[SOURCE]) == [(64, 128, 48), (320, 384, 48)]
-
-
 @pytest.mark.parametrize(
     ("mine", "theirs", "want"),
     [
+        ([4, 5, 6], [8, 9, 10], [(64, 128, 48), (320, 384, 48)]),  # one run of K, and one of V
         ([4, 6], [8, 9], [(64, 128, 16), (96, 144, 16)]),  # apart here
         ([4, 5], [8, 10], [(64, 128, 16), (80, 160, 16)]),  # apart there
         ([5, 4], [9, 8], [(64, 128, 32)]),  # descending on both sides: still one stretch

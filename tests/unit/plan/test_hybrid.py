@@ -163,18 +163,6 @@ def test_halves_must_fit() -> None:
     assert caught.value.code is Code.LAYOUT_INCOMPATIBLE
 
 
-@pytest.mark.parametrize(
-    ("block_tokens", "layout", "page_bytes"),
-    [(4, "HND", 0), (4, "NHD", 0), (4, "HND", 4096), (4, "HND-packed", 0), (2, "HND", 0), (16, "NHD", 0)],
-)
-def test_descriptors_between_blocks_that_differ(block_tokens: int, layout: str, page_bytes: int) -> None:
-    """L2, R8, K4: one of two heads of the smaller block, however the remote's pages lie."""
-    made = TransferTopology(*engine(2, 4)[Rank(0, 0)])
-    options = {"block_tokens": block_tokens, "layout": layout, "page_bytes": page_bytes}
-    register(made, deploy(hybrid(4), tp=8, num_blocks=8, engine_id=REMOTE, **options))
-    assert info(made).remote_fa_descriptor_bytes == min(4, block_tokens) * 4 * 2
-
-
 def test_split_descriptors() -> None:
     """GOLDEN row 7: L1, R4, K2; attention of 4096 bytes, states of 1200 and 8192."""
     model = ModelFacts(

@@ -80,42 +80,46 @@ def test_a_broken_source_is_refused_by_name(change: Change, code: Code, words: l
     assert error.message.count("'k'") <= 2, "once a component and field, not a layer"
 
 
-def with_shard(held: tuple[EngineSpec, RankLayout], shard: TokenShard) -> tuple[EngineSpec, RankLayout]:
-    """Return the rank with its group's tokens sharded."""
-    spec, layout = held
-    group = msgspec.structs.replace(layout.groups[0], token_shard=shard)
-    return spec, msgspec.structs.replace(layout, groups=(group,))
-
-
-def test_a_missing_token_shard_is_a_gap() -> None:
-    """Two ranks of one head each deal the tokens out; one of them is not there."""
-    source = {
-        Rank(0, i): with_shard(engine(tp=1)[Rank(0, 0)], TokenShard(3, index, 2))
-        for i, index in enumerate([0, 2])
+def dealt_out(*shards: TokenShard) -> Engine:
+    """Return ranks of one engine, each with its group's tokens sharded so."""
+    spec, layout = engine()[Rank(0, 0)]
+    groups = [(msgspec.structs.replace(layout.groups[0], token_shard=shard),) for shard in shards]
+    return {
+        Rank(0, i): (spec, msgspec.structs.replace(layout, groups=group)) for i, group in enumerate(groups)
     }
-    error = refusal(source)
-    assert error.code is Code.COVERAGE_GAP
-    assert "token range [2, 4) of every 6" in error.message
 
 
-def test_ranks_that_deal_tokens_out_differently_are_refused() -> None:
-    """One rank says 2 shards, the other 3."""
-    source = {
-        Rank(0, i): with_shard(engine(tp=1)[Rank(0, 0)], TokenShard(count, i, 1))
-        for i, count in enumerate([2, 3])
-    }
-    error = refusal(source)
-    assert error.code is Code.LAYOUT_INCOMPATIBLE
-    assert "(2, 1), (3, 1) at the source" in error.message
-
-
-def test_interleavings_that_never_meet_again_are_refused() -> None:
-    """Sizes chosen so that the common period is astronomical: refused, not computed."""
-    sink = {Rank(0, 0): with_shard(engine()[Rank(0, 0)], TokenShard(1009, 0, 1021))}
-    source = {Rank(0, 0): with_shard(engine()[Rank(0, 0)], TokenShard(1013, 0, 1019))}
+@pytest.mark.parametrize(
+    ("source", "sink", "code", "words"),
+    [
+        (
+            dealt_out(TokenShard(3, 0, 2), TokenShard(3, 2, 2)),
+            engine(),
+            Code.COVERAGE_GAP,
+            "token range [2, 4) of every 6",
+        ),
+        (
+            dealt_out(TokenShard(2, 0, 1), TokenShard(3, 1, 1)),
+            engine(),
+            Code.LAYOUT_INCOMPATIBLE,
+            "(2, 1), (3, 1) at the source",
+        ),
+        # The common period is astronomical: refused, not computed.
+        (
+            dealt_out(TokenShard(1013, 0, 1019)),
+            dealt_out(TokenShard(1009, 0, 1021)),
+            Code.LAYOUT_INCOMPATIBLE,
+            "too rarely",
+        ),
+    ],
+    ids=["a shard is missing", "ranks differ", "interleavings that never meet again"],
+)
+def test_token_shards_that_do_not_fit_are_refused(
+    source: Engine, sink: Engine, code: Code, words: str
+) -> None:
     error = refusal(source, sink)
-    assert error.code is Code.LAYOUT_INCOMPATIBLE
-    assert "too rarely" in error.message
+    assert error.code is code
+    assert words in error.message
 
 
 def test_units_dealt_out_too_finely_are_refused() -> None:
@@ -126,14 +130,10 @@ def test_units_dealt_out_too_finely_are_refused() -> None:
     sink = changed(
         engine(heads=1, layers=1), lambda t: msgspec.structs.replace(t, units=(UnitRange(0, count + 1),))
     )
-    spec, layout = engine(heads=1, layers=1)[Rank(0, 0)]
     source = {
-        Rank(0, i): (
-            spec,
-            msgspec.structs.replace(
-                layout, tensors=tuple(msgspec.structs.replace(t, units=units) for t in layout.tensors)
-            ),
-        )
+        Rank(0, i): changed(
+            engine(heads=1, layers=1), lambda t, units=units: msgspec.structs.replace(t, units=units)
+        )[Rank(0, 0)]
         for i, units in enumerate([even, odd])
     }
     error = refusal(source, sink)

@@ -9,7 +9,7 @@ import pytest
 
 from kvxferd.ids import AgentName, Rank
 from kvxferd.plan.covering import FormCount
-from kvxferd.plan.read_costs import MIN_GAIN, Choice, CostModel, LinkCosts, ReadShape
+from kvxferd.plan.read_costs import Choice, CostModel, LinkCosts, ReadShape
 from kvxferd.plan.stretches import Copies, StretchForm
 
 SOURCE = Rank(0, 0)
@@ -31,6 +31,7 @@ def form(num_copies: int, length: int, size_bytes: int = 0) -> StretchForm:
         (form(4, 64 << 10), 256, 2.3e-6, False),  # 2.3 us of descriptor, 8.2 of bytes; the copy takes 26
         (form(4, 256, 200_000), 1000, 2.3e-6, False),  # mostly gaps: 9.3 us by runs, 27 by the stretch
         (form(32, 256), 1, 2.3e-6, False),  # 74 us: less than what a chunk costs to be made
+        (form(32, 256), 8192, 0.1e-6, False),  # 34.6 ms against 28.5: a gain below the model's own error
         (form(16, 1024), 1024, 2.3e-6, True),
         (form(16, 1024), 1024, 0.05e-6, False),  # 16 MiB take 2.9 ms, and the copy alone 6.7
     ],
@@ -80,20 +81,20 @@ def test_the_constants_are_learnt(descriptor_s: float, bytes_per_s: float) -> No
         assert 1 / 1.5 < link.predict_s(shape) / true_s < 1.5
 
 
-def test_one_slice_that_waited_for_the_processor_changes_little() -> None:
+def test_what_says_little_teaches_little() -> None:
+    """A slice that waited for the processor; slices of a round trip, and a pull that is as short."""
     link = LinkCosts()
     shape = ReadShape(2000, 512_000)
     before = link.predict_s(shape)
     link.learn(shape, 0.0, 10.0)
     assert link.predict_s(shape) < before * 1.5
-
-
-def test_small_slices_teach_nothing_of_descriptors() -> None:
-    """One run of 4 KiB takes a round trip of 50 us, however often it is read."""
     link = LinkCosts()
     for number in range(1000):
         link.learn(ReadShape(1, 4096), float(number), number + 50e-6)
     assert link == LinkCosts(last_done_at=999 + 50e-6)
+    model = CostModel()
+    model.learn_pull(model.choose([FormCount(SOURCE, form(32, 256), 1)], AGENTS), 1.0)
+    assert model.link(AGENT) == LinkCosts()
 
 
 def test_slices_that_are_done_in_bursts_teach_their_mean() -> None:
@@ -122,21 +123,6 @@ def test_the_copies_speed_is_learnt() -> None:
     for _ in range(40):
         model.learn_copy(4 << 20, (4 << 20) / 1e9)
     assert model.copy_bytes_per_s == pytest.approx(1e9, rel=0.05)
-
-
-def test_a_gain_below_the_models_own_error_is_no_gain() -> None:
-    """Whatever the constants, what is chosen is predicted to be faster by `MIN_GAIN`, or is direct."""
-    rng = random.Random(2)
-    for _ in range(300):
-        model = CostModel()
-        model.link(AGENT).descriptor_s = 10 ** rng.uniform(-7, -5)
-        model.link(AGENT).bytes_per_s = 10 ** rng.uniform(8, 11)
-        one = form(rng.randrange(1, 64), 1 << rng.randrange(6, 16))
-        choice = model.choose([FormCount(SOURCE, one, rng.randrange(1, 9000))], AGENTS)
-        if choice.covered:
-            assert choice.direct_s >= MIN_GAIN * choice.chosen_s
-        else:
-            assert choice.direct_s == choice.chosen_s
 
 
 def choose(model: CostModel, covered: bool) -> Choice:
@@ -177,13 +163,6 @@ def test_a_way_that_went_badly_is_tried_again() -> None:
     for _ in range(60):
         model.learn_pull(choice, choice.direct_s)
     assert model.choose(counts, AGENTS).covered
-
-
-def test_a_short_pull_teaches_nothing_of_whole_pulls() -> None:
-    model = CostModel()
-    choice = model.choose([FormCount(SOURCE, form(32, 256), 1)], AGENTS)
-    model.learn_pull(choice, 1.0)
-    assert model.link(AGENT) == LinkCosts()
 
 
 def test_one_agents_pulls_teach_nothing_of_anothers() -> None:
