@@ -283,8 +283,7 @@ class Mover:
                 remote = self.assembly.complete(message.remote, message.stream + 1)
                 self.started.append(msgspec.structs.replace(message, local=local, remote=remote))
                 if not self.hold:
-                    self.copy()
-                    self.finish()
+                    self.work()
             case mv.AbortPull():
                 self.aborted.add(message.pull)
                 for start in [s for s in self.started if s.pull == message.pull and not self.hold]:
@@ -348,6 +347,11 @@ class Mover:
             self._done(
                 start, mv.PullOutcome(delivered=False, code=Code.RELEASED, message="fence word changed")
             )
+
+    def work(self) -> None:
+        """Do the oldest pull to its end."""
+        self.copy()
+        self.finish()
 
     def _done(self, start: mv.StartPull, outcome: mv.PullOutcome) -> None:
         if outcome.delivered:
@@ -679,6 +683,12 @@ def spec_of(
 def delivers(source: Worker, sink: Worker, transfer_id: str = "t1") -> bool:
     """Publish three blocks, and return whether the sink has them at once."""
     return sink.reads(source.publish(transfer_id, IDS, TOKENS))
+
+
+def held_pull(source: Worker, sink: Worker, deadline_s: float = 5.0) -> int:
+    """Publish `t1` and pull it; the sink's mover holds that pull, and all others from now on."""
+    mover_of(sink).hold = True
+    return sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s)
 
 
 def two_users(world: World) -> tuple[Worker, Worker]:

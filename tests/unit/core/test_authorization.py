@@ -242,8 +242,7 @@ def test_a_pull_with_its_grant_goes_on(world, source, sink):
     world.feed(sink.host, ev.AllowlistChanged(NOBODY_ELSE))
     assert sink.ended(ticket) is None
     mover.hold = False
-    mover.copy()
-    mover.finish()
+    mover.work()
     world.settle()
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     world.advance(1000)  # what it was to acknowledge ends with its time, and nothing is asked

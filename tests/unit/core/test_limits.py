@@ -117,8 +117,7 @@ def test_peers_too_many_are_not_asked():
     assert (failed.code, failed.retry_after_s) == (Code.BUSY, RETRY_LATER_S)
     world.feed(sink.host, ev.PeerDropRequested(sources[0].host.endpoint))
     mover_of(sink).hold = False
-    mover_of(sink).copy()
-    mover_of(sink).finish()
+    mover_of(sink).work()
     assert isinstance(sink.ended(running), wk.TicketDelivered)
     assert delivers(sources[1], sink, "t3")
 

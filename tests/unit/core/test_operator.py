@@ -13,7 +13,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.records import HandshakeRecord, PullRecord
 from kvxferd.wire import worker as wk
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, delivers
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, delivers, held_pull
 
 PREFILL = EngineKey("prefill", "g1")
 
@@ -63,8 +63,7 @@ def test_a_pull_with_its_grant_goes_on_without_the_peer(world, source, sink):
     source.fill(IDS, TOKENS, seed=1)
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     world.feed(sink.host, ev.PeerDropRequested(source.host.endpoint))
-    mover.copy()
-    mover.finish()
+    mover.work()
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
     assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
@@ -94,8 +93,7 @@ def test_a_cancelled_transfer_is_released_with_its_fence_word_first(world, sourc
 
 def test_a_cancelled_pull_ends_once_and_gives_its_grant_back(world, source, sink):
     (mover,) = sink.host.movers.values()
-    mover.hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    ticket = held_pull(source, sink)
     (pull,) = sink.host.node.snapshot().pulls
     world.feed(sink.host, ev.PullCancelRequested(pull.pull))
     world.feed(sink.host, ev.PullCancelRequested(pull.pull))

@@ -184,8 +184,7 @@ def test_a_pull_past_the_limit_is_busy_until_another_ends(source: Worker, sink: 
     assert failed.code is Code.BUSY
     assert failed.safe_to_reuse
     mover_of(sink).hold = False
-    mover_of(sink).copy()
-    mover_of(sink).finish()
+    mover_of(sink).work()
     assert kept(sink) == 0
     third = sink.pull(refs[1], SINK_IDS, TOKENS)
     assert isinstance(sink.ended(third), wk.TicketDelivered | None)

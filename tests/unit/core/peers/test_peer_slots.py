@@ -67,8 +67,7 @@ def test_a_peer_that_is_read_from_keeps_its_place() -> None:
     assert {source.host.endpoint for source in sources} <= known
     world.advance(4.0)
     for _ in sources:
-        mover_of(first).copy()
-        mover_of(first).finish()
+        mover_of(first).work()
     assert all(isinstance(first.ended(ticket), wk.TicketDelivered) for ticket in tickets)
 
 
@@ -143,8 +142,7 @@ def test_grants_are_renewed_though_another_user_of_the_peer_may_ask_nothing_more
         first.say(wk.Abandon(ref=ref_to(mute.host.name, f"t{number}")))
     assert not first.host.node.peers._open_request_share.has_room(FIRST)
     world.advance(world.settings.lease_s + 1.0)
-    mover_of(second).copy()
-    mover_of(second).finish()
+    mover_of(second).work()
     assert isinstance(second.ended(ticket), wk.TicketDelivered)
 
 

@@ -20,7 +20,7 @@ from kvxferd.records import PullRecord
 from kvxferd.wire.limits import CHUNK_BYTES, MAX_CHUNKS_PER_MOVER
 from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest, MoverWorn, PullDone, PullOutcome
 from kvxferd.wire.worker import TicketDelivered
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, mover_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, held_pull, mover_of
 
 
 class ManyMovers:
@@ -109,21 +109,6 @@ def test_a_late_mover_gets_its_share_once_the_others_have_given_it_back() -> Non
     assert movers.granted == {1: 2, 2: 2}
 
 
-def test_a_smaller_grant_frees_nothing_before_its_mover_has_it() -> None:
-    """The mover may have made chunks by the grant before it."""
-    movers = ManyMovers(4)
-    movers.want(1, 4)
-    movers.wanted[2], movers.held[2] = 4, 0
-    movers.report(2)
-    movers.held[1] = 4  # before it has the smaller grant
-    movers.report(1)
-    assert movers.memory.num_bytes == 4 * CHUNK_BYTES
-    assert list(movers.under_way) == [(1, 2), (2, 0)]
-    movers.held[1] = 2
-    movers.receive()
-    assert movers.granted == {1: 2, 2: 2}
-
-
 def test_a_mover_that_says_it_holds_more_than_was_granted_takes_no_others_memory() -> None:
     movers = ManyMovers(8)
     movers.want(1, 4)
@@ -182,14 +167,6 @@ def test_a_resident_movers_memory_is_not_counted(world, source, sink):
     assert node.chunk_memory.num_bytes == 0
 
 
-def test_a_movers_memory_is_free_when_it_is_dead(world, source, sink):
-    node = sink.host.node
-    mover_of(sink).say(ChunkMemoryRequest(num_wanted=2))
-    assert node.chunk_memory.num_bytes == 2 * CHUNK_BYTES
-    mover_of(sink).die()
-    assert node.chunk_memory.num_bytes == 0
-
-
 def lose_a_chunk(worker: Worker) -> Mover:
     mover = mover_of(worker)
     mover.say(ChunkMemoryRequest(num_wanted=1))
@@ -215,13 +192,11 @@ def test_an_idle_mover_with_memory_that_its_death_frees_is_replaced(world, sourc
 
 @pytest.mark.parametrize("spoil", [lose_a_chunk, wear_out])
 def test_a_mover_is_not_replaced_while_it_reads(world, source, sink, spoil):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=60)
+    ticket = held_pull(source, sink, deadline_s=60)
     old = spoil(sink)
     world.advance(2 * LOST_CHUNKS_CHECK_S)
     assert old.alive
-    old.copy()
-    old.finish()
+    old.work()
     assert isinstance(sink.ended(ticket), TicketDelivered)
     world.advance(LOST_CHUNKS_CHECK_S)
     assert not old.alive

@@ -21,8 +21,7 @@ def test_another_mover_delivers_no_pull(world, source, sink):
     (pull,) = sink.host.node.pulls.running()
     other.say(mv.PullDone(pull=pull.pull_id, outcome=mv.PullOutcome(delivered=True)))
     assert sink.ended(ticket) is None
-    mover_of(sink).copy()
-    mover_of(sink).finish()
+    mover_of(sink).work()
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
@@ -36,8 +35,7 @@ def test_another_mover_ends_no_doubt(world, source, sink):
     (pull,) = sink.host.node.pulls.running()
     other.say(mv.PullQuiesced(pull=PullId(pull.pull_id)))
     assert not sink.received(wk.TicketQuiesced)
-    mover.copy()
-    mover.finish()
+    mover.work()
     assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=ticket)]
 
 

@@ -37,16 +37,12 @@ def test_the_memory_is_given_once_the_worker_watches_the_mover(world, silent):
     assert offers(silent) == [1]
     assert silent.pidfds == [(wk.MoverOffered, mover_of(silent).mover)]
     assert not mover_of(silent).is_bound
+    mover_of(silent).say(mv.Bound(regions=(), metadata=b""))  # of memory that it was not given
     assert not silent.received(wk.Registered)
     acknowledge(silent, 1)
     assert mover_of(silent).is_bound
     assert len(silent.received(wk.Registered)) == 1
     assert len(silent.pidfds) == 1  # with the offer alone
-
-
-def test_what_a_mover_says_of_memory_that_it_was_not_given_is_void(world, silent):
-    mover_of(silent).say(mv.Bound(regions=(), metadata=b""))
-    assert not silent.received(wk.Registered)
 
 
 def test_an_acknowledgement_that_comes_twice_or_too_late_says_nothing_new(world, silent):
@@ -105,26 +101,16 @@ def test_a_mover_that_comes_once_its_rank_sleeps_gets_no_memory(world):
     assert not offers(worker)
 
 
-def resume_resident(world, worker):
-    """Have a rank's memory served by a mover in its own process from now on; return the mover."""
-    worker.say(wk.Suspend())
-    (region,) = worker.layout.regions
-    export = wk.RegionExport(region.region, region.size_bytes, kind="resident", address=4096)
-    worker.say(wk.Resume(request=2, regions=(export,), incarnation="second", placement="resident"))
-    return mover_of(worker)
-
-
-def test_child_movers_alone_get_the_settings_of_movers(world):
+def test_child_movers_alone_are_offered_and_get_the_settings_of_movers(world):
     world.settings = Settings(read_way=ReadWay.COVERING, device_placement=DevicePlacement.STAGED)
     worker = world.register(world.host("d"), spec_of("decode"))
     bind = mover_of(worker).bound_by
     assert (bind.read_way, bind.device_placement) == (ReadWay.COVERING, DevicePlacement.STAGED)
-    bind = resume_resident(world, worker).bound_by
+    worker.say(wk.Suspend())
+    (region,) = worker.layout.regions
+    export = wk.RegionExport(region.region, region.size_bytes, kind="resident", address=4096)
+    worker.say(wk.Resume(request=2, regions=(export,), incarnation="second", placement="resident"))
+    bind = mover_of(worker).bound_by
     assert (bind.read_way, bind.device_placement) == (ReadWay.DIRECT, DevicePlacement.DIRECT)
-
-
-def test_a_resident_mover_is_not_offered(world):
-    worker = world.register(world.host("d"), spec_of("decode"))
-    resume_resident(world, worker)
     assert offers(worker) == [1]  # of the child that it had
     assert [m.request for m in worker.received(wk.Registered)] == [1, 2]

@@ -7,9 +7,9 @@ from collections import Counter
 import msgspec
 import pytest
 
+from kvxferd.client.session import RETRIED_ON_REREGISTER
 from kvxferd.core import events as ev
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.limits.table import EARLY_READY, OWNED_RANKS, RETRY_LATER_S
 from kvxferd.core.peers.remote_engine import manifest_bytes
 from kvxferd.core.ranks import owners as core_owners
@@ -17,17 +17,29 @@ from kvxferd.core.ranks.owners import Owners, daemon_owner, user_owner
 from kvxferd.core.ranks.rank import MemberRank
 from kvxferd.core.settings import Settings
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, BootId, Endpoint, EngineKey, Generation, Incarnation, Rank
+from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, EngineKey, Generation, Incarnation, Rank
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress
 from kvxferd.wire.outlines import PEER_OUTLINES
-from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankReady, RequestDone
+from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankPollingRequest, RankReady, RequestDone
 from tests.support.low_limits import lower
-from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
-from tests.support.simulation import BLOCK_TOKENS, IDS, TOKENS, Host, Worker, World, manifest_of, spec_of
+from tests.support.simulation import (
+    BLOCK_TOKENS,
+    IDS,
+    SINK_IDS,
+    TOKENS,
+    Host,
+    Worker,
+    World,
+    manifest_of,
+    spec_of,
+)
+
+MEMBER_KEY, STRANGER_KEY = "0a" * 32, "0b" * 32
+KEY, SECOND = EngineKey(EngineId("prefill"), Generation("g1")), Rank(1, 0)
 
 
 @pytest.fixture(params=["keys", "secrets"])
@@ -38,11 +50,13 @@ def world(request: pytest.FixtureRequest) -> World:
     return world
 
 
-def stages_of(world: World, pp: int = 2) -> list[Worker]:
-    """An engine whose first rank is at its home, and whose second is on another node."""
-    home = world.host("p0")
-    spec = spec_of("prefill", pp=pp, layers=2 * pp, home=home.endpoint)
-    return [world.register(home, spec), world.register(world.host("p1"), second(spec))]
+def record_of(home: Host) -> MemberRank:
+    """The second stage, as its home has it."""
+    engine = home.node.registry.get(KEY)
+    assert engine is not None
+    record = engine.ranks[SECOND]
+    assert isinstance(record, MemberRank)
+    return record
 
 
 def join(spec: EngineSpec, agent: str = "evil/1") -> JoinRank:
@@ -64,6 +78,14 @@ def as_holder_of(world: World, home: Host, key: str, message: Message) -> Messag
     said = world.send_request(home, message, b"from " + key.encode(), key)
     (reply,) = [message for message in said if isinstance(message, RequestDone | PeerRefused)]
     return reply
+
+
+def second(spec: EngineSpec) -> EngineSpec:
+    return msgspec.structs.replace(spec, pp_rank=1)
+
+
+def is_not_allowed(reply: Message) -> bool:
+    return isinstance(reply, PeerRefused) and reply.code is Code.NOT_ALLOWED
 
 
 def leave_of(spec: EngineSpec, request: int) -> LeaveRank:
@@ -232,23 +254,8 @@ def test_the_only_member_of_an_engine_starts_its_next_generation(world):
 # --- through a restart of the home
 
 
-def test_after_a_restart_of_the_home_a_rank_is_its_former_daemons(world):
-    stages = stages_of(world)
-    home = restarted(world, "p0")
-    comes_back(world, stages[0], home)
-    reply = as_stranger(world, home, join(stages[1].spec))
-    assert is_not_allowed(reply)
-    assert "disown" in reply.message
-    assert reply.retry_after_s > 0
-    world.advance(2 * world.settings.member_heartbeat_s)
-    (record,) = [r for r in home.node.registry.get(KEY).ranks.values() if isinstance(r, MemberRank)]
-    assert record.key == world.keys.get("p1", "")
-    assert record.route == b"p1"
-
-
-def test_a_stranger_is_not_first_with_another_shape_or_generation(world):
-    """Nor does it take the rank of a worker here, whose client would be refused for as long as it stays."""
-    stages = stages_of(world)
+def test_after_a_restart_of_the_home_its_ranks_are_who_had_them(world, stages):
+    """Nor does a stranger take the rank of a worker here, whose client would be refused while it stays."""
     home = restarted(world, "p0")
     spec = stages[0].spec
     for tried in (
@@ -259,9 +266,14 @@ def test_a_stranger_is_not_first_with_another_shape_or_generation(world):
     ):
         assert is_not_allowed(as_stranger(world, home, join(tried)))
     assert comes_back(world, stages[0], home).received(wk.Registered)
+    reply = as_stranger(world, home, join(stages[1].spec))
+    assert is_not_allowed(reply)
+    assert "disown" in reply.message
+    assert reply.retry_after_s > 0
     world.advance(2 * world.settings.member_heartbeat_s)
     assert not home.node.registry.get(KEY).missing()
     assert not stages[1].received(wk.Refused)
+    assert (record_of(home).key, record_of(home).route) == (world.keys.get("p1", ""), b"p1")
 
 
 def test_the_members_of_an_engine_without_a_rank_at_home_come_back_in_any_order(world):
@@ -276,9 +288,8 @@ def test_the_members_of_an_engine_without_a_rank_at_home_come_back_in_any_order(
     assert not home.node.registry.get(KEY).missing()
 
 
-def test_a_rank_is_kept_for_its_key_for_minutes_and_for_a_secret_for_seconds(world):
+def test_a_rank_is_kept_for_its_key_for_minutes_and_for_a_secret_for_seconds(world, stages):
     """A member's daemon that restarts as well has the same key, and another secret."""
-    stages = stages_of(world)
     home = restarted(world, "p0")
     comes_back(world, stages[0], home)
     again = comes_back(world, stages[1], world.host("p1"))
@@ -296,23 +307,23 @@ def test_a_rank_is_kept_for_its_key_for_minutes_and_for_a_secret_for_seconds(wor
     assert isinstance(as_stranger(world, home, join(again.spec)), RequestDone)
 
 
-def test_an_operator_gives_a_rank_back_whose_node_is_silent_and_none_that_is_heard_of(world):
-    stages = stages_of(world)
-    home = stages[0].host
+def test_a_silent_nodes_rank_is_its_keys_until_an_operator_gives_it_back(world, stages, home):
+    """Without keys it is the newcomer's: its silence is all that shows that a daemon is dead."""
     assert not home.node.disownable(KEY.engine_id)
     world.feed(home, ev.DisownRequested(KEY.engine_id))
-    assert not home.node.registry.get(KEY).missing()
+    assert not home.node.registry.get(KEY).missing()  # its node is heard of
     del world.hosts["p1"]
     world.advance(world.settings.member_silent_after_s + 1)
     assert home.node.disownable(KEY.engine_id).num_ranks == 1
-    world.feed(home, ev.DisownRequested(KEY.engine_id))
+    if world.keys:
+        assert is_not_allowed(as_stranger(world, home, join(stages[1].spec)))
+        world.feed(home, ev.DisownRequested(KEY.engine_id))
     assert isinstance(as_stranger(world, home, join(stages[1].spec)), RequestDone)
 
 
-def test_a_rank_that_has_left_is_its_daemons_for_seconds_and_an_earlier_join_of_it_is_late(world):
-    stages = stages_of(world)
+def test_a_rank_that_has_left_is_its_daemons_for_seconds_and_an_earlier_join_of_it_is_late(world, stages):
     home, member = stages[0].host, stages[1].host
-    record = home.node.registry.get(KEY).ranks[SECOND]
+    record = record_of(home)
     late = JoinRank(
         request=record.request, boot=record.boot, manifest=record.joined, secret=member.node.member._secret
     )
@@ -324,8 +335,7 @@ def test_a_rank_that_has_left_is_its_daemons_for_seconds_and_an_earlier_join_of_
     assert isinstance(as_stranger(world, home, join(stages[1].spec)), RequestDone)
 
 
-def test_nobody_here_takes_an_engine_of_other_nodes_that_is_to_come_back(world):
-    stages = stages_of(world)
+def test_nobody_here_takes_an_engine_of_other_nodes_that_is_to_come_back(world, stages):
     home = world.host("p3")
     spec = changed(stages[1].spec, engine_id="far", home=home.endpoint)
     far = world.register(world.hosts["p1"], spec)
@@ -342,10 +352,12 @@ def test_nobody_here_takes_an_engine_of_other_nodes_that_is_to_come_back(world):
     assert list(home.node.registry.get(spec.key).ranks) == [SECOND]
 
 
-def test_a_rank_of_this_node_is_kept_as_long_as_its_engine_is_its_users(world):
-    """A worker that is slow to come back finds no stranger in its place."""
-    stages = stages_of(world)
-    home = stages[0].host
+def test_a_rank_of_this_node_is_kept_as_long_as_its_engine_is_its_users(world, stages, home):
+    """A worker that is slow to come back finds no stranger in its place, whatever that one said before."""
+    assert isinstance(as_stranger(world, home, leave_of(stages[0].spec, request=7)), RequestDone)
+    assert home.node.owners.num_absent(KEY.engine_id) == 0
+    assert home.node.owners.user_of(KEY.engine_id) == 0
+    world.advance(world.settings.ownership_s + 1)
     stages[0].close()
     world.advance(world.settings.ownership_s - 1)
     assert is_not_allowed(as_stranger(world, home, join(stages[0].spec)))
@@ -353,14 +365,87 @@ def test_a_rank_of_this_node_is_kept_as_long_as_its_engine_is_its_users(world):
     assert isinstance(as_stranger(world, home, join(stages[0].spec)), RequestDone)
 
 
-def test_a_leave_of_nobody_does_not_make_a_rank_of_this_node_absent(world):
-    stages = stages_of(world)
-    home, spec = stages[0].host, stages[0].spec
-    leave = leave_of(spec, request=7)
-    assert isinstance(as_stranger(world, home, leave), RequestDone)
-    assert home.node.owners.num_absent(KEY.engine_id) == 0
-    world.advance(world.settings.ownership_s + 1)
-    assert home.node.owners.find(KEY, spec.rank).owner == user_owner(0)
+# --- a rank of an engine that spans nodes is spoken for by the daemon that joined it, and by no other
+
+
+SECRETS = ("guessed", "0" * 32)  # an empty or a long one is refused before: unit/wire/test_field_limits
+
+
+def of_the_second_stage(what: str, record: MemberRank, secret: str) -> Message:
+    """What its daemon could say of it, by what stands in every manifest: whoever fetched one knows that."""
+    of = {"engine_id": KEY.engine_id, "generation": "g1", "rank": SECOND, "secret": secret}
+    if what == "ready":
+        return RankReady(request=7, transfer_id="t1", incarnation=record.incarnation, **of)
+    if what == "leave":
+        return LeaveRank(request=7, boot=record.boot, **of)
+    incarnation = Incarnation("another") if what == "join of another mapping" else record.incarnation
+    binding = msgspec.structs.replace(record.joined.binding, incarnation=incarnation)
+    manifest = msgspec.structs.replace(record.joined, binding=binding)
+    return JoinRank(request=7, boot=record.boot, manifest=manifest, secret=secret)
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("what", ["ready", "leave", "join", "join of another mapping"])
+def test_what_a_stranger_says_of_a_rank_changes_nothing(world, stages, home, reader, what, secret):
+    record = record_of(home)
+    ticket = reader.pull(stages[0].publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert is_not_allowed(as_stranger(world, home, of_the_second_stage(what, record, secret)))
+    world.settle()
+    assert record_of(home) is record
+    assert (record.route, record.incarnation) == (b"p1", "first")
+    assert not stages[0].received(wk.Released)
+    assert reader.ended(ticket) is None
+    stages[1].ready("t1")
+    assert isinstance(reader.ended(ticket), wk.TicketDelivered)
+    assert reader.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+
+
+def test_an_answer_counts_from_the_member_that_was_asked_alone(world, stages, home, reader):
+    """Not from another route, and not from another key on the same route."""
+    stages[1].ready("t1")
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    world.cut.add(("p0", "p1"))
+    reader.say(wk.Prepare(ref=ref))
+    (requested,) = [
+        a for a in home.node.peer_requests._open.values() if isinstance(a.message, RankPollingRequest)
+    ]
+    done = RequestDone(request=requested.message.request)
+    world.feed(home, ev.PeerRequest(b"evil", done, world.keys.get("evil", "")))
+    if world.keys:
+        world.feed(home, ev.PeerRequest(b"p1", done, STRANGER_KEY))
+    assert requested.message.request in home.node.peer_requests._open
+    world.feed(home, ev.PeerRequest(b"p1", done, world.keys.get("p1", "")))
+    assert requested.message.request not in home.node.peer_requests._open
+
+
+def test_two_daemons_with_one_rank_by_mistake_do_not_take_it_from_each_other(world, stages, home):
+    world.keys.pop("evil", None)
+    if world.keys:
+        world.keys["p2"] = MEMBER_KEY  # one key file for all nodes
+    late = world.register(world.host("p2"), stages[1].spec)
+    world.advance(60)
+    assert record_of(home).route in (b"p1", b"p2")
+    assert stages[1].received(wk.Registered)
+    if not world.keys:
+        assert [refused.code for refused in late.received(wk.Refused)] == [Code.NOT_ALLOWED]
+        assert record_of(home).route == b"p1"
+
+
+@pytest.mark.parametrize("is_of_other_shape", [True, False])
+def test_who_joined_first_has_no_rank_refused_for_good(stages, home, is_of_other_shape):
+    """After a restart of the home another daemon may be first, and what it says of its rank be nonsense."""
+    joined = record_of(home).joined
+    if is_of_other_shape:
+        joined = msgspec.structs.replace(joined, spec=changed(joined.spec, tp_size=2))
+    else:
+        joined = msgspec.structs.replace(joined, layout=stages[0].layout)
+    anew = World()
+    home = anew.host("p0")
+    message = JoinRank(request=7, boot="b", manifest=joined, secret="guessed")
+    anew.feed(home, ev.PeerRequest(b"evil", message, STRANGER_KEY))
+    assert home.node.registry.get(KEY) is not None
+    (refused,) = anew.register(home, stages[0].spec).received(wk.Refused)
+    assert refused.code in RETRIED_ON_REREGISTER
 
 
 # --- which generation of an engine is the newest does not depend on which rank connects again first
@@ -397,70 +482,12 @@ def test_the_former_generation_is_the_newest_again_once_the_later_one_has_left(w
     assert host.node.registry.newest("prefill") == EngineKey("prefill", "g1")
 
 
-# --- the table
+# --- limits
 
 
 def owners() -> Owners:
     endpoint = Endpoint("tcp://a:1")
     return Owners(NodeContext(boot=BootId("b"), endpoint=endpoint, settings=Settings(), new_token=str))
-
-
-def advance(kept: Owners, after_s: float) -> None:
-    kept._context.now += after_s
-    kept._context.pop_effects()
-    while kept._context.timers.run_next(kept._context.now):
-        pass
-
-
-def key_of(number: int) -> EngineKey:
-    return EngineKey(f"e{number}", "g")
-
-
-A, B, USER, FIRST = daemon_owner("0a", "s"), daemon_owner("0b", "s"), user_owner(1000), Rank(0, 0)
-OLD, NEW = EngineKey("e", "g1"), EngineKey("e", "g2")
-KEPT_S, SHORT_S = Settings().ownership_s, Settings().member_silent_after_s
-
-
-def test_a_repeated_leave_keeps_nothing_for_longer_and_the_last_request_counts():
-    kept = owners()
-    kept.set_present(OLD, FIRST, A)
-    for request in (9, 7):
-        kept.rank_left(OLD, FIRST, A, ("boot", request))
-        advance(kept, SHORT_S - 1 if request == 9 else 0)
-    assert kept.find(OLD, FIRST).last_request == ("boot", 9)
-    assert not kept.saved_ranks()
-    kept.set_present(OLD, FIRST, A)
-    assert kept._context.pop_effects() == [SaveOwnerships()]
-    kept.rank_left(OLD, FIRST, A, ("boot", 10))
-    advance(kept, SHORT_S - 1)
-    kept.rank_left(OLD, FIRST, A, ("boot", 10))
-    advance(kept, 2)
-    assert kept.find(OLD, FIRST) is None
-
-
-def test_an_engine_waits_for_its_workers_and_daemons():
-    kept = owners()
-    kept.set_present(OLD, FIRST, USER)
-    kept.set_present(NEW, FIRST, user_owner(0))
-    assert kept.user_of("e") == 0
-    kept.set_present(OLD, SECOND, A)
-    assert not kept.awaits_worker(OLD)
-    kept.rank_gone(OLD, FIRST)
-    kept.rank_gone(OLD, SECOND)
-    assert (kept.awaits_worker(OLD), kept.awaits_worker(NEW)) == (True, True)
-    assert (kept.awaits_daemon("e"), kept.awaits_daemon("e", A), kept.awaits_daemon("e", B)) == (
-        True,
-        False,
-        True,
-    )
-    advance(kept, SHORT_S + 1)
-    assert (kept.awaits_worker(OLD), kept.awaits_worker(NEW)) == (True, False)
-    kept.forget_absent("e")
-    assert kept.find(OLD, FIRST) is None
-    assert kept.find(NEW, FIRST).is_present
-
-
-# --- limits
 
 
 def test_the_nodes_limit_leaves_room_for_an_owner_that_has_little(monkeypatch):
@@ -469,9 +496,12 @@ def test_the_nodes_limit_leaves_room_for_an_owner_that_has_little(monkeypatch):
     kept = owners()
     kept.restore((f"e{n}", "g", 0, 0, daemon_owner("", str(n))) for n in range(20))
     assert [of for of, *_ in kept.saved_ranks()] == [f"e{n}" for n in range(6, 20)]  # the latest 14
-    kept.set_present(key_of(30), FIRST, USER)
-    kept.set_present(key_of(31), FIRST, USER)
-    kept.set_present(key_of(32), FIRST, A)
+    for engine_id, owner in (
+        ("e30", user_owner(1000)),
+        ("e31", user_owner(1000)),
+        ("e32", daemon_owner("0a", "s")),
+    ):
+        kept.set_present(EngineKey(engine_id, "g"), Rank(0, 0), owner)
     assert [of for of, *_ in kept.saved_ranks()][14:] == ["e30", "e32"]
 
 
@@ -492,16 +522,11 @@ def test_the_oldest_generations_and_engines_are_forgotten(monkeypatch):
 # --- what a member can make its home hold
 
 
-def room_for(home: Host, num_ranks: int) -> None:
-    """Let ranks of `spec_of` join until their manifests take as much as so many."""
-    manifest = join(spec_of("e", home=home.endpoint), "agent").manifest
-    home.node.home._member_share.limit = num_ranks * manifest_bytes([manifest])
-
-
 def test_joined_ranks_are_bounded_by_key_and_in_all():
     world = World()
     home = world.host("p0")
-    room_for(home, 16)
+    manifest = join(spec_of("e", home=home.endpoint), "agent").manifest
+    home.node.home._member_share.limit = 16 * manifest_bytes([manifest])
 
     def joins(number: int) -> JoinRank:
         return join(spec_of(f"e{number}", home=home.endpoint), f"agent-{number}")
@@ -527,37 +552,22 @@ def test_a_few_peers_leave_room_for_one_that_has_little():
     home = world.host("p0")
     home.node.context.ledger[EARLY_READY].limit = 16
 
-    def joins(key: str, number: int) -> Message:
-        spec = spec_of(f"{key}-{number}", home=home.endpoint)
-        return as_holder_of(world, home, key, join(spec, f"agent-{key}-{number}"))
-
     def is_kept(key: str, number: int) -> bool:
         ready = RankReady(
-            request=100 * int(key, 16) + number, engine_id=f"{key}-0", generation="g1", rank=FIRST,
+            request=100 * int(key, 16) + number, engine_id=f"{key}-0", generation="g1", rank=Rank(0, 0),
             transfer_id=f"t{number}", incarnation="first", secret="another",
         )  # fmt: skip
         said = world.send_request(home, ready, b"from " + key.encode(), key)
         return any(isinstance(message, RequestDone) for message in said)  # else it is sent again
 
     for key in ("0a", "0b", "0c"):
-        joins(key, 0)
+        as_holder_of(world, home, key, join(spec_of(f"{key}-0", home=home.endpoint), f"agent-{key}"))
     assert [sum(is_kept(key, number) for number in range(9)) for key in ("0a", "0b", "0c")] == [9, 5, 1]
     kept = Counter(engine.engine_id for engine, _ in home.node.published.announced)
     assert kept == {"0a-0": 9, "0b-0": 5, "0c-0": 1}
 
 
-def test_a_rank_that_is_joined_by_another_connection_counts_there(world):
-    stages = stages_of(world)
-    home, secret = stages[0].host, stages[1].host.node.member._secret
-    record = home.node.registry.get(KEY).ranks[SECOND]
-    again = JoinRank(request=99, boot=record.boot, manifest=manifest_of(record), secret=secret)
-    home.node.feed(ev.PeerRequest(b"anew", again, world.keys.get("p1", "")), world.now)
-    home.node.check_integrity()
-    assert home.node.home._member_share.held_by(world.keys.get("p1", "") or b"anew".hex()) > 0
-
-
-def test_a_member_that_found_its_home_busy_asks_again(world):
-    stages = stages_of(world)
+def test_a_member_that_found_its_home_busy_asks_again(world, stages):
     share = world.hosts["p0"].node.home._member_share
     share.limit = 3 * share.held // 2
     other = world.register(
@@ -570,14 +580,12 @@ def test_a_member_that_found_its_home_busy_asks_again(world):
     assert other.received(wk.Registered)
 
 
-def test_open_questions_follow_a_member_without_being_sent_at_once(world):
-    stages = stages_of(world)
-    home = stages[0].host
+def test_open_questions_follow_a_member_without_being_sent_at_once(world, stages, home):
     world.cut.add(("p0", "p1"))
     for number in range(20):
         stages[0].publish(f"t{number}", IDS, TOKENS)
         stages[0].say(wk.Unpublish(transfer_id=f"t{number}"))
-    record = home.node.registry.get(KEY).ranks[SECOND]
+    record = record_of(home)
     secret = stages[1].host.node.member._secret
     again = JoinRank(request=99, boot=record.boot, manifest=manifest_of(record), secret=secret)
     effects = home.node.feed(ev.PeerRequest(b"anew", again, world.keys.get("p1", "")), world.now)

@@ -9,7 +9,7 @@ from kvxferd.records import PlacementRecord, RankSnapshot, TransportsRecord
 from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import MeasuredPlacement
 from kvxferd.wire.mover import ProbeResult, TransportsSeen
-from tests.support.simulation import Worker, World, mover_of, spec_of
+from tests.support.simulation import Mover, Worker, World, mover_of, spec_of
 
 ITSELF = TransportsUsed("itself", ("tcp/lo", "cma/memory"))
 
@@ -25,18 +25,18 @@ def rank(worker: Worker) -> RankSnapshot:
     return shown
 
 
-def prove(worker: Worker, placement: MeasuredPlacement) -> None:
-    worker.world.feed(worker.host, MoverMessage(mover_of(worker).mover, ProbeResult(placement=placement)))
-
-
-def seen(lanes: TransportsUsed) -> TransportsSeen:
-    return TransportsSeen(
-        reach=lanes.reach, transports=lanes.transports, is_fully_parsed=lanes.is_fully_parsed
-    )
-
-
-def connect(worker: Worker, lanes: TransportsUsed) -> None:
-    worker.world.feed(worker.host, MoverMessage(mover_of(worker).mover, seen(lanes)))
+def report(worker: Worker, *found: MeasuredPlacement | TransportsUsed, by: Mover | None = None) -> None:
+    """Have a mover, the present one unless another is named, report what it found."""
+    mover = by or mover_of(worker)
+    for one in found:
+        message = (
+            ProbeResult(placement=one)
+            if isinstance(one, MeasuredPlacement)
+            else TransportsSeen(
+                reach=one.reach, transports=one.transports, is_fully_parsed=one.is_fully_parsed
+            )
+        )
+        worker.world.feed(worker.host, MoverMessage(mover.mover, message))
 
 
 def records(worker: Worker, kind: type) -> list:
@@ -44,8 +44,7 @@ def records(worker: Worker, kind: type) -> list:
 
 
 def test_a_proof_is_told_with_the_lanes_that_its_mover_has_to_itself(worker):
-    connect(worker, ITSELF)
-    prove(worker, MeasuredPlacement(gigabytes_per_s=4.5))
+    report(worker, ITSELF, MeasuredPlacement(gigabytes_per_s=4.5))
     found = rank(worker).placement
     assert found is not None
     assert (found.proved, found.lanes, found.gigabytes_per_s) == (True, "cma", 4.5)
@@ -54,10 +53,13 @@ def test_a_proof_is_told_with_the_lanes_that_its_mover_has_to_itself(worker):
 
 
 def test_tcp_to_a_process_of_this_node_is_slow_where_the_mover_could_do_better(worker):
-    connect(worker, ITSELF)
-    connect(worker, TransportsUsed("network", ("tcp/eth0",)))
-    connect(worker, TransportsUsed("node", ("tcp/lo", "cma/memory")))
-    connect(worker, TransportsUsed("node", ("tcp/lo", "tcp/eth0")))
+    report(
+        worker,
+        ITSELF,
+        TransportsUsed("network", ("tcp/eth0",)),
+        TransportsUsed("node", ("tcp/lo", "cma/memory")),
+        TransportsUsed("node", ("tcp/lo", "tcp/eth0")),
+    )
     assert [(r.reach, r.lanes, r.slow) for r in records(worker, TransportsRecord)] == [
         ("network", "tcp", False),
         ("node", "cma", False),
@@ -66,37 +68,26 @@ def test_tcp_to_a_process_of_this_node_is_slow_where_the_mover_could_do_better(w
     assert [lanes.slow for lanes in rank(worker).lanes] == [False, False, False, True]
 
 
-def test_another_mover_starts_with_nothing_known(worker):
-    connect(worker, ITSELF)
-    prove(worker, MeasuredPlacement(gigabytes_per_s=4.5))
-    mover_of(worker).die()
+def test_another_mover_starts_with_nothing_known_and_what_the_dead_one_says_is_void(worker):
+    report(worker, ITSELF, MeasuredPlacement(gigabytes_per_s=4.5))
+    dead = mover_of(worker)
+    dead.die()
     worker.world.advance(5.0)
+    report(worker, ITSELF, MeasuredPlacement(gigabytes_per_s=9.0), by=dead)
     found = rank(worker).placement
     assert found is not None
     assert (found.proved, found.lanes, rank(worker).lanes) == (False, "", ())
+    assert len(records(worker, PlacementRecord)) == 1
 
 
 def test_a_resident_movers_transports_are_not_believed(worker):
     found = worker.host.node.movers.get(mover_of(worker).mover)
     assert found is not None
     found.resident = True
-    connect(worker, ITSELF)
+    report(worker, ITSELF)
     assert rank(worker).lanes == ()
-
-
-def test_what_a_dead_mover_found_is_void(worker):
-    number = mover_of(worker).mover
-    mover_of(worker).die()
-    worker.world.settle()
-    worker.world.feed(
-        worker.host, MoverMessage(number, ProbeResult(placement=MeasuredPlacement(gigabytes_per_s=9.0)))
-    )
-    worker.world.feed(worker.host, MoverMessage(number, seen(ITSELF)))
-    assert rank(worker).lanes == ()
-    assert records(worker, PlacementRecord) == []
 
 
 def test_what_the_kernel_counted_wins_over_what_the_library_says(worker):
-    connect(worker, ITSELF)
-    prove(worker, MeasuredPlacement(lanes="tcp", gigabytes_per_s=0.9))
+    report(worker, ITSELF, MeasuredPlacement(lanes="tcp", gigabytes_per_s=0.9))
     assert records(worker, PlacementRecord)[0].lanes == "tcp"

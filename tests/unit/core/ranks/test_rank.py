@@ -1,12 +1,10 @@
-"""The table of a local rank's moves: what is not in it is a bug."""
+"""The tables: what a rank may become, and what a connection may send as what it has registered as."""
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 
-from kvxferd.core.ranks.rank import TRANSITIONS, WITH_MOVER, RankState, RankTrigger
+from kvxferd.core.ranks.rank import TRANSITIONS, RankState, RankTrigger
 from kvxferd.core.ranks.session import ACCESS, Access, SessionState
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
@@ -14,53 +12,18 @@ from kvxferd.wire.common import TransferRef
 from tests.support.simulation import IDS, TOKENS, World, spec_of
 
 
-@pytest.fixture
-def rank(world: World):
+def test_memory_is_resumed_only_once_no_mover_can_reach_it(world: World) -> None:
     host = world.host("p")
-    return host.node.sessions[world.register(host, spec_of("e")).session].rank
-
-
-@pytest.mark.parametrize("trigger", [RankTrigger.RESUME, RankTrigger.MOVERS_DEAD, RankTrigger.OFFER])
-def test_a_move_that_is_not_in_the_table_raises_and_changes_nothing(rank, trigger) -> None:
-    mover = rank.mover
+    ready = host.node.sessions[world.register(host, spec_of("e")).session].rank
+    assert ready is not None
     with pytest.raises(KeyError):
-        rank.move(trigger)
-    assert (rank.state, rank.mover) == (RankState.READY, mover)
-
-
-@pytest.mark.parametrize("trigger", [RankTrigger.MOVER_LEFT, RankTrigger.SUSPEND, RankTrigger.CLOSE])
-def test_a_rank_without_a_mover_names_none(rank, trigger) -> None:
-    rank.move(trigger)
-    assert rank.state not in WITH_MOVER
-    assert (rank.mover, rank.agent) == (None, None)
-
-
-def test_memory_is_resumed_only_once_no_mover_can_reach_it() -> None:
+        ready.move(RankTrigger.RESUME)
     assert [state for state, trigger in TRANSITIONS if trigger is RankTrigger.RESUME] == [RankState.SUSPENDED]
     into = [move for move, state in TRANSITIONS.items() if state is RankState.SUSPENDED]
     assert into == [(RankState.SUSPENDING, RankTrigger.MOVERS_DEAD)]
 
 
-def test_nothing_happens_to_a_rank_that_is_gone() -> None:
-    assert RankState.GONE not in {state for state, _ in TRANSITIONS}
-    assert {state for state, trigger in TRANSITIONS if trigger is RankTrigger.CLOSE} == {*RankState} - {
-        RankState.GONE
-    }
-
-
-# --- what a connection may send as what it has registered as: a table
-
-
 REF = TransferRef("tcp://p:9441", "e", "g1", "t", "n")
-WITH_REPLY = {wk.Register, wk.Attach, wk.Resume, wk.Publish, wk.PullRequest}
-
-
-def test_each_message_has_a_row() -> None:
-    assert set(ACCESS) == set(get_args(wk.ClientMessage))
-
-
-def test_what_is_refused_has_a_reply() -> None:
-    assert {message for message, row in ACCESS.items() if Access.REFUSE in row} == WITH_REPLY
 
 
 def test_before_hello_nothing_else_may_be_sent() -> None:

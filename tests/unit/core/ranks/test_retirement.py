@@ -15,7 +15,18 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, World, delivers, mover_of, spec_of
+from tests.support.simulation import (
+    IDS,
+    SINK_IDS,
+    TOKENS,
+    Mover,
+    Worker,
+    World,
+    delivers,
+    held_pull,
+    mover_of,
+    spec_of,
+)
 
 DELIVERED_BOTH_WAYS = True
 by_mover = pytest.mark.parametrize("world", [True], indirect=True, ids=["by-mover"])
@@ -43,11 +54,6 @@ def retire(world: World, source: Worker, sink: Worker) -> int:
     return ticket
 
 
-def finish(mover: Mover) -> None:
-    mover.copy()
-    mover.finish()
-
-
 def test_other_pulls_end_on_the_old_mover_and_new_ones_go_to_the_next(world, source, sink):
     old = mover_of(sink)
     stalled = stall(world, source, sink)
@@ -57,7 +63,7 @@ def test_other_pulls_end_on_the_old_mover_and_new_ones_go_to_the_next(world, sou
     assert not sink.received(wk.TicketQuiesced)
     new = sink.pull(source.publish("t3", IDS, TOKENS), [20, 21, 22], TOKENS)
     assert isinstance(sink.ended(new), wk.TicketDelivered)  # by the next mover: the old one holds
-    finish(old)
+    old.work()
     assert isinstance(sink.ended(running), wk.TicketDelivered)
     assert not old.alive
     assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=stalled)]
@@ -102,8 +108,7 @@ def test_a_pull_that_ends_every_mover_fails_after_some(world, source, sink):
 
 
 def test_a_pull_that_waits_for_the_next_mover_fails_safely_at_its_deadline(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    ticket = held_pull(source, sink, deadline_s=3)
     sink.host.give_movers = False
     mover_of(sink).die()
     world.advance(3.1)
@@ -112,8 +117,7 @@ def test_a_pull_that_waits_for_the_next_mover_fails_safely_at_its_deadline(world
 
 def test_a_read_that_fails_while_its_rank_is_suspended_is_not_read_again(world, source, sink):
     mover = mover_of(sink)
-    mover.hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=30)
+    ticket = held_pull(source, sink, deadline_s=30)
     failed = mv.PullOutcome(delivered=False, started=True, finished=True, code=Code.TRANSPORT, message="lost")
     mover.last_report = mv.PullDone(pull=mover.started[-1].pull, outcome=failed)
     sink.say(wk.Suspend())
@@ -142,7 +146,7 @@ def test_whoever_reads_from_a_retired_mover_goes_on(world, source, sink):
     retire(world, source, sink)
     assert old.alive
     assert old.attended
-    finish(mover_of(reader))
+    mover_of(reader).work()
     assert isinstance(reader.ended(reading), wk.TicketDelivered)
     assert reader.num_wrong(SINK_IDS, TOKENS, seed=9) == 0
     world.advance(world.settings.polling_linger_s + 0.1)
@@ -194,8 +198,7 @@ def test_a_delivery_that_only_the_worker_knows_of_is_not_read_again(world, sourc
 @by_mover
 def test_a_worker_that_does_not_say_what_it_knows_has_its_pulls_fail(world, source, sink):
     sink.resume_pulls = lambda number, tickets: None
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=4)
+    ticket = held_pull(source, sink, deadline_s=4)
     before = bytes(sink.memory)
     mover_of(sink).die()
     world.advance(4.1)
@@ -234,8 +237,7 @@ def test_an_answer_has_as_many_tickets_as_pulls_may_run(world, sink, name):
 
 
 def test_a_grant_that_ended_before_the_next_mover_came_is_asked_for_anew(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=600)
+    ticket = held_pull(source, sink, deadline_s=600)
     sink.host.give_movers = False
     mover_of(sink).die()
     world.advance(1)
@@ -309,34 +311,26 @@ def test_a_bind_that_is_refused_without_a_retired_mover_ends_the_rank(world):
     assert [m.code for m in worker.received(wk.Farewell)] == [Code.DEVICE_ERROR]
 
 
-def test_a_home_knows_that_a_rank_sleeps_whose_mover_was_retired(world, monkeypatch):
+def test_a_member_rank_stays_joined_while_its_mover_is_retired_and_its_home_knows_when_it_sleeps(
+    world, monkeypatch
+):
     home, member = world.host("home"), world.host("member")
     spec = spec_of("decode", pp=2, home=home.endpoint)
     world.register(home, spec)
     second = world.register(member, msgspec.structs.replace(spec, pp_rank=1))
-    retired = mover_of(second)
-    monkeypatch.setattr(member, "kill_mover", lambda mover: None)
-    member.give_movers = False
-    member.node.movers.retire(retired.mover)
-    world.feed(member, ev.Tick())
-    engine = next(iter(home.node.registry))
-    assert not engine.missing()  # readers go on with it
-    second.say(wk.Suspend())
-    retired.die()
-    assert second.received(wk.Suspended)
-    assert engine.missing() == [second.spec.rank]
-
-
-def test_a_member_rank_stays_joined_while_its_mover_is_retired(world):
-    home, member = world.host("home"), world.host("member")
-    spec = spec_of("decode", pp=2, home=home.endpoint)
-    world.register(home, spec)
-    second = world.register(member, msgspec.structs.replace(spec, pp_rank=1))
-    world.advance(5)
-    engine = next(iter(home.node.registry))
-    assert not engine.missing()
+    (engine,) = home.node.registry
     member.node.movers.retire(mover_of(second).mover)
     world.feed(member, ev.Tick())
     world.settle()
     assert not engine.missing()
     assert engine.ranks[(1, 0)].agent == mover_of(second).agent
+    retired = mover_of(second)
+    monkeypatch.setattr(member, "kill_mover", lambda mover: None)
+    member.give_movers = False
+    member.node.movers.retire(retired.mover)
+    world.feed(member, ev.Tick())
+    assert not engine.missing()  # readers go on with it
+    second.say(wk.Suspend())
+    retired.die()
+    assert second.received(wk.Suspended)
+    assert engine.missing() == [second.spec.rank]

@@ -7,7 +7,7 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.ids import Ticket
 from kvxferd.wire import worker as wk
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, held_pull, mover_of
 
 
 @pytest.fixture
@@ -40,8 +40,7 @@ def test_a_mover_that_ends_between_its_two_words(
 ) -> None:
     """The worker has the bytes. What it says before it leaves is how the source hears."""
     mover = mover_of(sink)
-    mover.hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    ticket = held_pull(source, sink)
     mover.hold = False
     mover.copy()
     mover.finish = lambda: None  # type: ignore[method-assign]
@@ -57,8 +56,7 @@ def test_a_mover_that_ends_between_its_two_words(
 
 def test_a_noticed_pull_is_delivered_when_its_mover_dies(world: World, source: Worker, sink: Worker) -> None:
     mover = mover_of(sink)
-    mover.hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    ticket = held_pull(source, sink)
     sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket), Ticket(77))))
     sink.say(wk.Suspend())
     mover.die()
@@ -83,8 +81,7 @@ def test_a_waiting_pull_is_not_believed_to_be_there(world: World, source: Worker
 def test_what_the_engine_was_told_has_failed_is_not_acknowledged(
     world: World, source: Worker, sink: Worker
 ) -> None:
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    ticket = held_pull(source, sink, deadline_s=3)
     world.advance(3.1)
     assert isinstance(sink.ended(ticket), wk.TicketFailed)
     sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket),)))

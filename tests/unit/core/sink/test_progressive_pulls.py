@@ -193,8 +193,7 @@ def test_what_is_taken_back_is_never_delivered(world, source, sink, while_read):
     assert source.received(wk.Released)
     source.fill(SOURCE_IDS, TOKENS, seed=99)
     if while_read:
-        mover.copy()
-        mover.finish()
+        mover.work()
     failed = sink.ended(ticket)
     assert (failed.code, failed.safe_to_reuse) == (Code.RELEASED, True)
     world.advance(10)
@@ -363,8 +362,7 @@ def test_a_piece_that_is_there_at_the_deadline_is_the_last_that_is_read(world, s
     ticket = pull(sink, publish(source, ready=8), deadline_s=2.0)
     extend(source, 8, TOKENS)
     world.advance(2.0)
-    mover.copy()
-    mover.finish()
+    mover.work()
     assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.DEADLINE, True)
     assert not mover.started  # no other piece
 
@@ -376,12 +374,10 @@ def test_what_became_ready_while_a_piece_was_read_is_read_at_once(world, source,
     ticket = pull(sink, publish(source, ready=8))
     extend(source, 8, 16)
     world.hold_network = True
-    mover.copy()
-    mover.finish()
+    mover.work()
     assert progress_of(sink) == [8]
     assert pieces_of(mover)[-1].num_tokens == 16
-    mover.copy()
-    mover.finish()
+    mover.work()
     assert progress_of(sink) == [8, 16]
     mover.hold, world.hold_network = False, False
     extend(source, 16, TOKENS)
@@ -447,8 +443,7 @@ def test_what_the_reader_has_already_is_not_read(world, source, sink):
     (piece,) = pieces_of(mover)
     assert (piece.local["full"].first_token, piece.num_tokens, piece.ticket) == (8, 12, None)
     mover.hold = False
-    mover.copy()
-    mover.finish()
+    mover.work()
     extend(source, 14, TOKENS)
     check_delivered(sink, ticket)
 
@@ -538,8 +533,7 @@ def test_a_request_that_waits_here_holds_what_is_written_meanwhile(world, source
     assert piece.num_tokens == 8  # which was ready then
     world.hold_network = False
     mover_of(sink).hold = False
-    mover_of(sink).copy()
-    mover_of(sink).finish()
+    mover_of(sink).work()
     world.advance(world.settings.resend_s)
     check_delivered(sink, ticket)
 
@@ -570,8 +564,7 @@ def record_of(sink: Worker) -> PullRecord:
 def read_slowly(world: World, sink: Worker, seconds: float) -> None:
     """Have the sink's mover read the piece that it holds."""
     world.advance(seconds)
-    mover_of(sink).copy()
-    mover_of(sink).finish()
+    mover_of(sink).work()
 
 
 def test_a_delivery_counts_every_piece(world, source, sink):

@@ -11,7 +11,7 @@ from kvxferd.records import PHASES, PullRecord, ReleaseRecord
 from kvxferd.wire import mover as mv
 from kvxferd.wire import peer
 from kvxferd.wire import worker as wk
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, mover_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, held_pull, mover_of
 
 
 def record_of(sink) -> PullRecord:
@@ -35,8 +35,7 @@ def done(sink, **outcome) -> None:
     ],
 )
 def test_the_movers_outcome_tells_the_phase(world, source, sink, outcome, phase):
-    mover_of(sink).hold = True
-    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    held_pull(source, sink)
     done(sink, **outcome)
     record = record_of(sink)
     assert (record.failed_phase, record.silent) == (phase, "")
@@ -51,8 +50,7 @@ def test_a_request_that_starts_no_pull_is_recorded(world, source, sink):
 
 
 def test_the_phases_of_a_pull_exclude_each_other_and_add_up(world, source, sink):
-    mover_of(sink).hold = True
-    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    held_pull(source, sink)
     world.advance(2.0)
     done(sink, delivered=True, queue_s=0.25, post_s=0.125, wire_s=0.5, fence_s=0.125)
     record = record_of(sink)
@@ -67,8 +65,7 @@ def test_the_phases_of_a_pull_exclude_each_other_and_add_up(world, source, sink)
 
 
 def test_a_first_read_that_failed_is_no_phase_of_the_second(world, source, sink):
-    mover_of(sink).hold = True
-    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    held_pull(source, sink)
     world.advance(2.0)
     done(sink, code=Code.TRANSPORT, wire_s=2.0)
     world.advance(1.0)
@@ -81,8 +78,7 @@ def test_a_first_read_that_failed_is_no_phase_of_the_second(world, source, sink)
 
 @pytest.mark.parametrize("absurd", [float("nan"), float("inf"), -1.0])
 def test_a_movers_absurd_figures_are_none_in_the_record(world, source, sink, absurd):
-    mover_of(sink).hold = True
-    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    held_pull(source, sink)
     done(sink, delivered=True, bytes=-7, runs=-7, wire_s=absurd, queue_s=absurd, predicted_s=absurd)
     record = record_of(sink)
     assert (record.outcome, record.bytes, record.runs, record.predicted_s) == ("delivered", 0, 0, 0.0)
@@ -118,8 +114,7 @@ def test_at_a_deadline_a_publisher_is_named_whose_daemon_is_there(world, source,
 
 
 def test_at_a_deadline_the_rank_is_named_that_a_mover_reads_from(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=2)
+    ticket = held_pull(source, sink, deadline_s=2)
     mover_of(sink).hold = False  # from here on it reports that it waits for a read
     world.advance(2.1)
     record = record_of(sink)
@@ -131,8 +126,7 @@ def test_at_a_deadline_the_rank_is_named_that_a_mover_reads_from(world, source, 
 
 @pytest.mark.parametrize("mute", [True, False])
 def test_at_a_deadline_the_local_mover_is_named_if_it_has_posted_no_read(world, source, sink, mute):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=2)
+    ticket = held_pull(source, sink, deadline_s=2)
     mover_of(sink).mute = mute
     world.advance(2.1)
     record = record_of(sink)

@@ -12,7 +12,7 @@ from kvxferd.errors import Code
 from kvxferd.records import PullRecord
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, held_pull, mover_of
 
 DELIVERED_BOTH_WAYS = True
 
@@ -32,35 +32,30 @@ def test_terminal_phases_have_no_way_out():
 
 
 def test_cancel_while_the_mover_works_waits_for_its_word(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    ticket = held_pull(source, sink)
     sink.say(wk.Cancel(ticket=ticket))
     assert sink.ended(ticket) is None
     mover = mover_of(sink)
     mover.hold = False
-    mover.copy()
-    mover.finish()
+    mover.work()
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)  # it was done before it could be stopped
 
 
 def test_a_deadline_while_the_mover_works_is_in_doubt_until_it_says_so(world, source, sink):
     mover = mover_of(sink)
-    mover.hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    ticket = held_pull(source, sink, deadline_s=3)
     world.advance(3.1)
     failed = sink.ended(ticket)
     assert failed.code is Code.DEADLINE
     assert not failed.safe_to_reuse
     assert not sink.received(wk.TicketQuiesced)
-    mover.copy()
-    mover.finish()
+    mover.work()
     assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=ticket)]
 
 
 def test_what_a_dead_mover_still_says_is_void(world, source, sink):
     mover = mover_of(sink)
-    mover.hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    ticket = held_pull(source, sink)
     mover.die()
     mover.alive = True
     mover.copied.append(mover.started.popleft())
@@ -71,12 +66,10 @@ def test_what_a_dead_mover_still_says_is_void(world, source, sink):
 
 def test_what_the_mover_had_said_before_the_deadline_counts_though_it_is_read_behind_it(world, source, sink):
     """This daemon stood still, or was busy: its timer is looked at before its sockets are."""
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    ticket = held_pull(source, sink, deadline_s=3)
     world.advance(3.0 + LAST_WORD_S / 2)
     assert sink.ended(ticket) is None
-    mover_of(sink).copy()
-    mover_of(sink).finish()
+    mover_of(sink).work()
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
     world.advance(LAST_WORD_S)
@@ -84,8 +77,7 @@ def test_what_the_mover_had_said_before_the_deadline_counts_though_it_is_read_be
 
 
 def test_a_mover_that_says_at_the_deadline_that_it_is_over_leaves_no_doubt(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    ticket = held_pull(source, sink, deadline_s=3)
     world.advance(3.0)
     start = mover_of(sink).started.popleft()
     stopped = mv.PullOutcome(delivered=False, code=Code.CANCELLED, message="the pull was aborted")
@@ -144,8 +136,7 @@ def test_draining_refuses_what_is_new_and_finishes_what_runs(world, source, sink
     world.feed(sink.host, DrainRequested())
     assert sink.ended(sink.pull(ref, SINK_IDS, TOKENS)).code is Code.DRAINING
     assert not sink.host.node.is_idle
-    mover.copy()
-    mover.finish()
+    mover.work()
     assert isinstance(sink.ended(running), wk.TicketDelivered)
     assert sink.host.node.is_idle
 
@@ -203,8 +194,7 @@ def records(sink):
 
 
 def test_a_source_whose_mover_was_replaced_is_read_through_the_new_one(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    ticket = held_pull(source, sink)
     mover_of(source).die()
     world.advance(1)  # another mover is bound
     mover_of(sink).hold = False
@@ -217,8 +207,7 @@ def test_a_source_whose_mover_was_replaced_is_read_through_the_new_one(world, so
 
 
 def test_a_retry_that_has_its_grant_takes_as_long_as_its_pull_has(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    ticket = held_pull(source, sink)
     fail(sink)
     sink.host.give_movers = False
     mover_of(sink).die()
@@ -227,8 +216,7 @@ def test_a_retry_that_has_its_grant_takes_as_long_as_its_pull_has(world, source,
 
 
 def test_the_second_failure_is_told(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    ticket = held_pull(source, sink)
     fail(sink)
     assert sink.ended(ticket) is None
     fail(sink)
@@ -239,8 +227,7 @@ def test_the_second_failure_is_told(world, source, sink):
 
 
 def test_what_may_still_be_written_is_not_read_again(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    ticket = held_pull(source, sink)
     assert sink.host.node.snapshot().quarantined_bytes == 0
     fail(sink, finished=False)
     assert not sink.ended(ticket).safe_to_reuse
@@ -250,16 +237,14 @@ def test_what_may_still_be_written_is_not_read_again(world, source, sink):
 
 
 def test_it_is_not_read_again_just_before_its_deadline(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    ticket = held_pull(source, sink, deadline_s=3)
     world.advance(2.9)
     fail(sink)
     assert sink.ended(ticket).safe_to_reuse
 
 
 def test_a_source_that_does_not_answer_any_more_does_not_keep_the_engine_waiting(world, source, sink):
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=60)
+    ticket = held_pull(source, sink, deadline_s=60)
     world.cut.add(("d", "p"))
     fail(sink)
     world.advance(1.9)
@@ -277,6 +262,5 @@ def test_the_source_never_sees_the_transfer_without_a_reader_between_the_tries(w
     mover = mover_of(sink)
     fail(sink)
     mover.hold = False
-    mover.copy()
-    mover.finish()
+    mover.work()
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
