@@ -21,7 +21,6 @@ MIN_KUBECTL = (1, 27)
 # What the kubelet would fill in.
 FIELDS = {"status.hostIP": "10.0.0.7", "status.podIP": "10.244.1.7", "spec.nodeName": "node-a"}
 
-_SUFFIXES = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 _REFERENCE = re.compile(r"\$\((\w+)\)")
 
 Manifest = dict[str, Any]
@@ -91,8 +90,3 @@ def environment_of(container: Manifest, fields: Mapping[str, str] = FIELDS) -> d
 def mounts_of(container: Manifest) -> dict[str, Manifest]:
     """Return the mounts by the path in the container."""
     return {mount["mountPath"]: mount for mount in container.get("volumeMounts", ())}
-
-
-def bytes_of(quantity: str) -> int:
-    """Return a quantity of memory such as 2Gi in bytes."""
-    return int(quantity[:-2]) * _SUFFIXES[quantity[-2:]]

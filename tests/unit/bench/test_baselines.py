@@ -47,8 +47,7 @@ class Reader(SlotReader):
         self.patience = patience
         self.posted: list[int] = []
         self.under_way: dict[int, int] = {}
-        self.most = 0
-        self.released = 0
+        self.most = self.released = 0
         self.prepared: list[Case] = []
 
     def prepare(self, case: Case) -> list[tuple[int, int]]:

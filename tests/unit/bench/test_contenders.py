@@ -86,18 +86,15 @@ def test_a_block_that_is_not_moved_is_found_in_the_first_move_and_in_any_round(m
     assert copies.num_moves == move
 
 
-def sample(built: float, ended: float) -> Sample:
-    return Sample(built - 1, built, built, ended, 1000, 1)
-
-
-def test_one_at_a_time_counts_what_each_took_and_not_the_gaps() -> None:
-    one = Round([sample(0, 1), sample(5, 7)], window=1, count=2)
-    assert one.seconds == 3
-    assert one.num_bytes == 2000
-
-
-def test_several_at_a_time_count_from_first_to_last() -> None:
-    assert Round([sample(0, 4), sample(1, 7)], window=2, count=2).seconds == 7
+@pytest.mark.parametrize(
+    ("window", "times", "seconds"),
+    [(1, [(0, 1), (5, 7)], 3), (2, [(0, 4), (1, 7)], 7)],
+    ids=["one at a time: without the gaps", "several: from first to last"],
+)
+def test_how_long_a_round_took(window: int, times: list[tuple[float, float]], seconds: float) -> None:
+    samples = [Sample(built - 1, built, built, ended, 1000, 1) for built, ended in times]
+    one = Round(samples, window=window, count=2)
+    assert (one.seconds, one.num_bytes) == (seconds, 2000)
 
 
 def test_nobody_goes_before_the_same_one_in_all_rounds() -> None:

@@ -2,14 +2,14 @@
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from kvxferd import client
 from kvxferd.bench.cases import BlockPattern, Case, equal_engines, layout_of
-from kvxferd.bench.rank import Batch, BenchRank, Sample
+from kvxferd.bench.rank import Batch, BenchRank
 from kvxferd.tooling.engine_process import EventWaiter
 
 PAIR = equal_engines("d", "qwen3-8b", 1, 64)
@@ -44,28 +44,21 @@ class Rank:
         os.close(self._writable)
 
 
-@pytest.fixture
-def pulled(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, list[Sample]]]:
-    rank = Rank(request.param)
-    process = object.__new__(BenchRank)  # without a daemon
-    process.rank = rank  # type: ignore[assignment]
-    process.layout = layout_of(PAIR)
-    process.events = EventWaiter(rank)  # type: ignore[arg-type]
-    yield rank, process.pull_behind(LARGE, SMALL)
-    rank.close()
-
-
 @pytest.mark.parametrize(
-    ("pulled", "num_small"),
+    ("order", "num_small"),
     [
         (["large", "small"], 1),  # starved: it is the only one there is
         (["small", "large", "small"], 2),
         (["small", "small", "small", "large"], 3),  # all of them, and the large one last
     ],
-    indirect=["pulled"],
 )
-def test_all_that_began_behind_the_large_one_count(pulled: tuple[Rank, list[Sample]], num_small: int) -> None:
-    rank, (large, *small) = pulled
+def test_all_that_began_behind_the_large_one_count(order: list[str], num_small: int) -> None:
+    process = object.__new__(BenchRank)  # without a daemon
+    with closing(Rank(order)) as rank:
+        process.rank = rank  # type: ignore[assignment]
+        process.layout = layout_of(PAIR)
+        process.events = EventWaiter(rank)  # type: ignore[arg-type]
+        large, *small = process.pull_behind(LARGE, SMALL)
     assert rank.num_small == len(small) == num_small
     assert all(large.began < one.began for one in small)
     assert not rank.order

@@ -44,11 +44,9 @@ def test_tables_show_every_point_and_what_fell_short(monkeypatch: pytest.MonkeyP
     said = CliRunner().invoke(root, ["bench", "--quick"])
     assert said.exit_code == 0
     assert said.stdout.count("qwen3-8b") == 2
-    assert "HND/16 TP4 to NHD/32 TP2" in said.stdout
-    assert "8 chunks of 64.0 MiB" in said.stdout
-    assert "NO" in said.stdout
-    assert "added latency, 64 KiB, p99" in said.stdout
-    assert "[1]" in said.stdout
+    parts = ("HND/16 TP4 to NHD/32 TP2", "8 chunks of 64.0 MiB", "NO", "added latency, 64 KiB, p99", "[1]")
+    for part in parts:
+        assert part in said.stdout
 
 
 def test_too_much_for_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +63,10 @@ def test_movers_that_alone_are_told_how_to_move_are_refused(monkeypatch: pytest.
     assert "KVXFERD_MOVER_ENVIRONMENT is set" in said.output
 
 
-@pytest.mark.parametrize("failure", [OSError("a process is gone"), KvxferdError("a process is gone")])
-@pytest.mark.parametrize("is_over_every", [True, False])
+@pytest.mark.parametrize(
+    ("failure", "is_over_every"),
+    [(OSError("a process is gone"), True), (KvxferdError("a process is gone"), False)],
+)
 def test_what_was_measured_is_kept_when_a_later_measure_fails(
     monkeypatch: pytest.MonkeyPatch, failure: Exception, is_over_every: bool
 ) -> None:

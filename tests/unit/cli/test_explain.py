@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvxferd.cli.root import root
+from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import deploy
 
 LLAMA = 80 * 2 * 8 * 128 * 2 * 1000
@@ -30,10 +32,8 @@ def report(*arguments: str) -> Any:
 
 
 def test_json_has_what_was_promised() -> None:
-    """One entry per decode rank, with its reads."""
     found = report("llama-3-70b,tp=8,pp=2,layout=HND", "llama-3-70b,tp=4")
     assert [rank["rank"] for rank in found["ranks"]] == [[0, 0], [0, 1], [0, 2], [0, 3]]
-    assert sum(rank["num_bytes"] for rank in found["ranks"]) == LLAMA
     reads = found["ranks"][1]["reads"]
     assert [(read["source"], read["layers"], read["kind"]) for read in reads] == [
         ([0, 2], list(range(40)), "attention"),
@@ -41,10 +41,9 @@ def test_json_has_what_was_promised() -> None:
         ([1, 2], list(range(40, 80)), "attention"),
         ([1, 3], list(range(40, 80)), "attention"),
     ]
+    assert [rank["num_bytes"] for rank in found["ranks"]] == [LLAMA // 4] * 4
     assert {read["num_bytes"] for read in reads} == {LLAMA // 16}
     assert {read["num_runs"] for read in reads} == {5000}  # 62.5 blocks, 40 layers, K and V
-    for rank in found["ranks"]:
-        assert rank["num_bytes"] == sum(r["num_bytes"] for r in rank["reads"])
 
 
 def test_json_of_a_refusal() -> None:
@@ -61,15 +60,17 @@ def test_json_of_a_refusal() -> None:
     }
 
 
+def written(tmp_path: Path, ranks: Sequence[tuple[EngineSpec, RankLayout]]) -> str:
+    """Write an engine's ranks as a description; returns its path."""
+    file = tmp_path / "engine.json"
+    file.write_bytes(msgspec.json.encode({"ranks": [{"spec": spec, "layout": made} for spec, made in ranks]}))
+    return str(file)
+
+
 def test_a_range_that_nobody_holds_is_refused_by_name(tmp_path: Path) -> None:
-    """A source whose second rank lost its heads."""
-    ranks = deploy("tiny-dense", tp=2)
-    forms = [{"spec": spec, "layout": layout} for spec, layout in ranks.values()]
-    lacking = msgspec.structs.replace(forms[1]["layout"], tensors=())  # type: ignore[type-var]
-    forms[1] = forms[1] | {"layout": lacking}
-    file = tmp_path / "prefill.json"
-    file.write_bytes(msgspec.json.encode({"ranks": forms}))
-    result = run(str(file), "tiny-dense", "--json")
+    whole, (spec, layout) = deploy("tiny-dense", tp=2).values()
+    lacking = msgspec.structs.replace(layout, tensors=())
+    result = run(written(tmp_path, [whole, (spec, lacking)]), "tiny-dense", "--json")
     assert result.exit_code == 1
     (refused,) = json.loads(result.stdout)["refused"]
     assert refused["field"] == "coverage-gap"
@@ -77,7 +78,6 @@ def test_a_range_that_nobody_holds_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_text_draws_a_matrix_and_lists_reads() -> None:
-    """Rows are decode's ranks, columns prefill's; every read has a row."""
     result = run("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4")
     assert result.exit_code == 0
     assert "pp0.tp1 |····████············████········| 78.1 MiB" in result.stdout
@@ -88,28 +88,24 @@ def test_text_draws_a_matrix_and_lists_reads() -> None:
 
 
 @pytest.mark.slow
-def test_byte_ranges_in_text_and_json() -> None:
-    """Of one decode rank, as asked."""
-    result = run("nemotron-h-8b", "nemotron-h-8b,tp=4", "--rank", "0,3")
-    assert "Byte ranges of decode pp0.tp3" in result.stdout
-    assert "kv [36864, 49152)" in result.stdout
-    assert "TransferTopology(local_engine_id=decode, local_rank=pp0.tp3, local_tp_size=4, " in result.stdout
-    found = report("nemotron-h-8b", "nemotron-h-8b,tp=4", "--rank", "0,3")
+def test_byte_ranges_of_a_rank_of_either_side_in_text_and_json() -> None:
+    """A rank's own bytes come first, of the decode rank and of the prefill rank that four read."""
+    asked = ("nemotron-h-8b", "nemotron-h-8b,tp=4", "--rank", "0,3", "--prefill-rank", "0,0")
+    text = run(*asked).stdout
+    assert "Byte ranges of decode pp0.tp3" in text
+    assert "kv [36864, 49152)" in text
+    assert "TransferTopology(local_engine_id=decode, local_rank=pp0.tp3, local_tp_size=4, " in text
+    assert "Byte ranges of prefill pp0.tp0: its block 0 to decode's" in text
+    found = report(*asked)
     (terms,) = found["terms"]
     assert (terms["tp_ratio"], terms["target_remote_ranks"], terms["fa_head_slots"]) == (4, [0], {"0": 0})
-    conv = next(r for r in found["byte_ranges"] if (r["layer"], r["component"]) == (0, "conv.x"))
-    assert conv["remote_rank"] == [0, 0]
-    assert conv["runs"] == [[0, 36864, 12288]]
 
+    def conv_runs(ranges: list[Any]) -> list[Any]:
+        of_conv = [one for one in ranges if (one["layer"], one["component"]) == (0, "conv.x")]
+        return [(one["remote_rank"], one["runs"]) for one in of_conv]
 
-@pytest.mark.slow
-def test_byte_ranges_of_a_prefill_rank_in_text_and_json() -> None:
-    """The same pair, seen from the producer: its own bytes first, for every rank that reads it."""
-    pair = ("nemotron-h-8b", "nemotron-h-8b,tp=4", "--prefill-rank", "0,0")
-    result = run(*pair)
-    assert "Byte ranges of prefill pp0.tp0: its block 0 to decode's" in result.stdout
-    conv = [r for r in report(*pair)["sent_byte_ranges"] if (r["layer"], r["component"]) == (0, "conv.x")]
-    assert [(r["remote_rank"], r["runs"]) for r in conv] == [
+    assert conv_runs(found["byte_ranges"]) == [([0, 0], [[0, 36864, 12288]])]
+    assert conv_runs(found["sent_byte_ranges"]) == [
         ([0, rank], [[rank * 12288, 0, 12288]]) for rank in range(4)
     ]
 
@@ -123,9 +119,7 @@ def test_files_say_the_same_as_keys(tmp_path: Path) -> None:
     model.write_text(
         'tp = 4\npp = 2\n[model]\nname = "llama-3-8b"\nnum_layers = 32\nnum_kv_heads = 8\nhead_dim = 128\n'
     )
-    whole = tmp_path / "whole.json"
-    ranks = [{"spec": s, "layout": made} for s, made in deploy("llama-3-8b", tp=4, pp=2).values()]
-    whole.write_bytes(msgspec.json.encode({"ranks": ranks}))
+    whole = written(tmp_path, list(deploy("llama-3-8b", tp=4, pp=2).values()))
     want = report("llama-3-8b,tp=4,pp=2", "llama-3-8b,tp=8")["ranks"]
     for file in (preset, model, whole):
         assert report(str(file), "llama-3-8b,tp=8")["ranks"] == want
@@ -149,7 +143,6 @@ def test_files_say_the_same_as_keys(tmp_path: Path) -> None:
     ],
 )
 def test_bad_descriptions_are_one_line_and_2(description: str, words: list[str]) -> None:
-    """Nothing on standard output."""
     result = run(description, "llama-3-8b")
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -174,7 +167,6 @@ def test_bad_descriptions_are_one_line_and_2(description: str, words: list[str])
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, content: str, words: str) -> None:
-    """Named, with what is wrong."""
     file = tmp_path / name
     file.write_text(content)
     result = run(str(file), "llama-3-8b")
@@ -184,28 +176,21 @@ def test_bad_files(tmp_path: Path, name: str, content: str, words: str) -> None:
 
 def test_layouts_that_contradict_themselves_are_bad_descriptions(tmp_path: Path) -> None:
     """An engine that lacks a rank, one with a tensor beyond its region, and a gap between stages."""
-    forms = [{"spec": s, "layout": made} for s, made in deploy("tiny-dense", tp=2, pp=2).values()]
-    small = forms[0]["layout"]
-    assert not isinstance(small, dict)
-    beyond = msgspec.structs.replace(
-        small, regions=tuple(msgspec.structs.replace(r, size_bytes=8) for r in small.regions)
-    )
-    gap = (
-        [f for f in forms if f["spec"].pp_rank == 0]
-        + [  # type: ignore[union-attr]
-            {"spec": f["spec"], "layout": msgspec.structs.replace(f["layout"], start_layer=3, tensors=())}
-            for f in forms[2:]
-        ]
-    )
+    ranks = list(deploy("tiny-dense", tp=2, pp=2).values())
+    spec, layout = ranks[0]
+    small = tuple(msgspec.structs.replace(region, size_bytes=8) for region in layout.regions)
+    beyond = msgspec.structs.replace(layout, regions=small)
+    late = [
+        (spec, msgspec.structs.replace(made, start_layer=3, tensors=()) if spec.pp_rank else made)
+        for spec, made in ranks
+    ]
     for broken, words in (
-        (forms[:3], "lacks pp1.tp1"),
-        ([{"spec": forms[0]["spec"], "layout": beyond}, *forms[1:]], "reaches to byte"),
-        (gap, "layers [2, 3) are held by no stage"),
-        ([*forms, forms[0]], "listed twice"),
+        (ranks[:3], "lacks pp1.tp1"),
+        ([(spec, beyond), *ranks[1:]], "reaches to byte"),
+        (late, "layers [2, 3) are held by no stage"),
+        ([*ranks, ranks[0]], "listed twice"),
     ):
-        file = tmp_path / "engine.json"
-        file.write_bytes(msgspec.json.encode({"ranks": broken}))
-        result = run(str(file), "tiny-dense")
+        result = run(written(tmp_path, broken), "tiny-dense")
         assert result.exit_code == 2
         assert words in result.stderr
 
@@ -213,7 +198,6 @@ def test_layouts_that_contradict_themselves_are_bad_descriptions(tmp_path: Path)
 @pytest.mark.parametrize("option", ["--rank", "--prefill-rank"])
 @pytest.mark.parametrize(("rank", "words"), [("3", "write pp_rank,tp_rank"), ("0,9", "0 to 0,0 to 3")])
 def test_a_rank_that_is_not_there(option: str, rank: str, words: str) -> None:
-    """Refused with those that are."""
     result = run("llama-3-8b,tp=4", "llama-3-8b,tp=4", option, rank)
     assert result.exit_code == 2
     assert words in result.stderr

@@ -10,7 +10,6 @@ import pytest
 import kvxferd
 from kvxferd.cli.serve import serve
 from kvxferd.config import SETTINGS, flag_name
-from kvxferd.tooling.output import plain_text
 from tests.support.python_process import run_kvxferd
 from tests.support.verb_harness import run
 
@@ -48,10 +47,6 @@ def test_what_cannot_be_done_is_one_line(
         assert name in done.stderr
 
 
-def test_names_from_outside_cannot_steer_a_terminal() -> None:
-    assert plain_text("[red]\x1b[2Jx").plain == "[red]\N{REPLACEMENT CHARACTER}[2Jx"
-
-
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
@@ -85,7 +80,6 @@ print(before, len(gc.get_objects()))
 
 @pytest.mark.process
 def test_the_garbage_collector_does_not_look_at_what_was_imported():
-    """In its own process: what is set aside stays so."""
     said = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, check=True)
     before, after = map(int, said.stdout.split())
     assert before > 10_000

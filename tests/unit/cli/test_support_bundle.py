@@ -18,7 +18,7 @@ from kvxferd.control import http_routes
 from kvxferd.control.curve_keys import make_key
 from kvxferd.doctor import support_bundle
 from kvxferd.telemetry.log_buffer import LogBuffer
-from tests.support.verb_harness import daemon, run
+from tests.support.verb_harness import run
 
 SECRETS = {"token": "hunter2-of-the-movers", "password": "swordfish9", "variable": "correct-horse-battery"}
 
@@ -36,13 +36,6 @@ def read_bundle(path: Path) -> dict[str, bytes]:
         return found
 
 
-@pytest.fixture
-def log_lines(monkeypatch: pytest.MonkeyPatch) -> LogBuffer:
-    """The daemon's log."""
-    monkeypatch.setattr(http_routes, "LOG_BUFFER", buffer := LogBuffer())
-    return buffer
-
-
 async def bundle(path: Path, *arguments: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
     done = await run(
         "support-bundle", "--no-doctor", "--json", "--output", str(path), *arguments, environ=environ
@@ -53,7 +46,10 @@ async def bundle(path: Path, *arguments: str, environ: dict[str, str] | None = N
 
 
 @pytest.mark.process
-async def test_no_secret_is_in_it_wherever_it_was_planted(tmp_path: Path, log_lines: LogBuffer) -> None:
+async def test_no_secret_is_in_it_wherever_it_was_planted(
+    tmp_path: Path, socket: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_routes, "LOG_BUFFER", log_lines := LogBuffer())
     key = make_key(tmp_path / "peer.key")
     other = make_key(tmp_path / "other.key")
     secrets = [
@@ -73,9 +69,7 @@ async def test_no_secret_is_in_it_wherever_it_was_planted(tmp_path: Path, log_li
         f'backend_parameters = {{ password = "{SECRETS["password"]}" }}\n'
     )
     environ = {"AWS_SECRET_ACCESS_KEY": SECRETS["variable"]}
-    async with daemon(tmp_path) as served:
-        arguments = ("--socket", served.control.socket, "--config", str(file))
-        manifest = await bundle(tmp_path / "b.tar.gz", *arguments, environ=environ)
+    manifest = await bundle(tmp_path / "b.tar.gz", *socket, "--config", str(file), environ=environ)
     found = read_bundle(tmp_path / "b.tar.gz")
     everything = b"\n".join(found.values()) + json.dumps(manifest).encode()
     assert [secret for secret in secrets if secret.encode() in everything] == []
@@ -87,11 +81,12 @@ async def test_no_secret_is_in_it_wherever_it_was_planted(tmp_path: Path, log_li
 
 
 @pytest.mark.process
-async def test_what_it_holds_and_its_manifest(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as served:
-        manifest = await bundle(tmp_path / "b.tar.gz", "--socket", served.control.socket)
-        again = await run("support-bundle", "--no-doctor", "--output", str(tmp_path / "b.tar.gz"))
-    assert again.exit_code == 2  # it overwrites nothing
+async def test_what_it_holds_and_its_manifest(tmp_path: Path, socket: tuple[str, str]) -> None:
+    manifest = await bundle(tmp_path / "b.tar.gz", *socket)
+    for place in ("b.tar.gz", "none/b.tar.gz"):  # it overwrites nothing, and makes no directory
+        again = await run("support-bundle", "--no-doctor", "--output", str(tmp_path / place), *socket)
+        assert again.exit_code == 2
+        assert "--output" in again.stderr
     found = read_bundle(tmp_path / "b.tar.gz")
     assert stat.S_IMODE((tmp_path / "b.tar.gz").stat().st_mode) == 0o600
     listed = json.loads(found.pop("manifest.json"))
@@ -127,14 +122,6 @@ async def test_a_daemon_that_is_dead_or_hangs_costs_only_its_own_files(
     arguments = ("--config", str(broken), "--socket", str(tmp_path / "no.sock"))
     missing = (await bundle(tmp_path / "c.tar.gz", *arguments))["missing"]
     assert "peer.nothing" in missing["configuration.json"]
-
-
-@pytest.mark.process
-async def test_it_names_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    arguments = ("--output", str(tmp_path / "none" / "b.tar.gz"), "--socket", str(tmp_path / "no.sock"))
-    done = await run("support-bundle", "--no-doctor", *arguments)
-    assert done.exit_code == 2
-    assert "--output" in done.stderr
 
 
 def test_known_secrets_have_the_forms_in_which_they_are_written(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvxferd.cli.root import root
 from kvxferd.errors import Code
-from kvxferd.ids import BootId, Endpoint, EngineId, Generation, TransferId
-from kvxferd.records import NodeSnapshot, PullRecord, Record
+from kvxferd.ids import BootId, Endpoint
+from kvxferd.records import NodeSnapshot, Record
 from kvxferd.telemetry.samples import Samples
 from kvxferd.tooling.output import print_table, tuple_columns
 from kvxferd.wire.limits import MAX_NAME_CHARS
@@ -23,8 +23,6 @@ from tests.support.node_samples import StillNode, node_snapshot, pull_record
 from tests.support.terminal import on_terminal
 from tests.support.verb_harness import daemon
 
-VERBS = [["status"], ["engines"], ["peers"], ["transfers"], ["history"]]
-WIDTHS = [40, 80]
 STYLE = re.compile(r"\x1b\[[\d;]*m")
 
 # As long as an id may be: without a place to break, of characters that take two columns, and of what
@@ -48,36 +46,23 @@ class LongNames(StillNode):
     """A node whose ids are as long and as odd as they may be."""
 
     def snapshot(self) -> NodeSnapshot:
-        node = node_snapshot()
-        names = (LONG, WIDE, HOSTILE)
-        engines = tuple(
-            msgspec.structs.replace(node.engines[0], engine_id=EngineId(name), generation=Generation(name))
-            for name in names
-        )
-        return msgspec.structs.replace(
+        node, names = node_snapshot(), (LONG, WIDE, HOSTILE)
+        (engine, *_), (peer, *_), (transfer, *_), (pull, *_) = (
+            node.engines, node.peers, node.transfers, node.pulls
+        )  # fmt: skip
+        return replace(
             node,
             endpoint=ENDPOINT,
             boot=BootId(LONG),
-            engines=engines,
-            peers=(msgspec.structs.replace(node.peers[0], endpoint=ENDPOINT, boot=BootId(WIDE)),),
-            transfers=tuple(
-                msgspec.structs.replace(
-                    node.transfers[0], transfer_id=TransferId(name), engine_id=EngineId(LONG)
-                )
-                for name in names
-            ),
-            pulls=tuple(
-                msgspec.structs.replace(node.pulls[0], transfer_id=TransferId(name)) for name in names
-            ),
+            engines=tuple(replace(engine, engine_id=name, generation=name) for name in names),
+            peers=(replace(peer, endpoint=ENDPOINT, boot=BootId(WIDE)),),
+            transfers=tuple(replace(transfer, transfer_id=name, engine_id=LONG) for name in names),
+            pulls=tuple(replace(pull, transfer_id=name) for name in names),
         )
 
     def records(self) -> list[Record]:
         failed = pull_record("failed", Code.LEASE_EXPIRED)
-        assert isinstance(failed, PullRecord)
-        return [
-            msgspec.structs.replace(failed, transfer_id=TransferId(name), message=f"cannot pull {name}")
-            for name in (LONG, WIDE, HOSTILE)
-        ]
+        return [replace(failed, transfer_id=n, message=f"cannot pull {n}") for n in (LONG, WIDE, HOSTILE)]
 
 
 class TerminalText(StringIO):
@@ -99,13 +84,13 @@ def run_in_terminal(arguments: list[str], columns: int | None, monkeypatch: pyte
     return out.getvalue()
 
 
-@pytest.mark.parametrize("columns", [*WIDTHS, None])
-@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+@pytest.mark.parametrize("columns", [40, 80, None])
+@pytest.mark.parametrize("verb", WANTED)
 async def test_nothing_is_cut_and_nothing_steers_the_terminal(
-    tmp_path: Path, verb: list[str], columns: int | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, verb: str, columns: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with daemon(tmp_path, LongNames()) as config:
-        arguments = [*verb, "--socket", config.control.socket]
+        arguments = [verb, "--socket", config.control.socket]
         shown = await asyncio.to_thread(run_in_terminal, arguments, columns, monkeypatch)
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
     plain = STYLE.sub("", shown)
@@ -113,7 +98,7 @@ async def test_nothing_is_cut_and_nothing_steers_the_terminal(
     if columns is None:
         assert plain == shown
         assert not any(line.endswith(" ") for line in shown.splitlines())
-    for name in WANTED[" ".join(verb)]:
+    for name in WANTED[verb]:
         assert name in plain, name  # whole, and in one line
 
 
@@ -124,7 +109,7 @@ class FailingPulls(StillNode):
     def samples(self) -> Samples:
         found = Samples()
         failed = pull_record("failed", Code.PEER_UNREACHABLE)
-        found.add(msgspec.structs.replace(failed, peer=ENDPOINT))
+        found.add(replace(failed, peer=ENDPOINT))
         return found
 
 
@@ -139,60 +124,48 @@ async def test_a_command_is_not_broken_into_lines(
 
 
 @pytest.mark.process
-async def test_without_color_there_is_no_escape_sequence(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as config:
-        arguments = ["transfers", "--socket", config.control.socket]
-        written = await asyncio.to_thread(_written_on_terminal, arguments, {"NO_COLOR": "1"})
-        coloured = await asyncio.to_thread(_written_on_terminal, arguments, {})
+async def test_without_color_there_is_no_escape_sequence(socket: tuple[str, str]) -> None:
+    def written_on_terminal(**environ: str) -> str:
+        with on_terminal(["transfers", *socket], columns=100, environ=environ) as terminal:
+            return terminal.read_to_end()
+
+    written = await asyncio.to_thread(written_on_terminal, NO_COLOR="1")
+    coloured = await asyncio.to_thread(written_on_terminal)
     assert "\x1b" not in written
     assert STYLE.sub("", coloured) == written
     assert STYLE.search(coloured)
     assert max(map(len, written.splitlines())) <= 100
 
 
-def _written_on_terminal(arguments: list[str], environ: dict[str, str]) -> str:
-    with on_terminal(arguments, columns=100, environ=environ) as terminal:
-        return terminal.read_to_end()
-
-
+TITLES = ["ID", "SIZE", "AGE", "NOTE"]
 HEADS = tuple_columns("id", "size", "age", "note", optional=("age", "size"))
 ROW = ("a" * 20, "b" * 20, "c" * 20, "d" * 20)
 
 
 @pytest.mark.parametrize(
-    ("columns", "heads"),
+    ("columns", "left_out", "options"),
     [
-        (86, ["ID", "SIZE", "AGE", "NOTE"]),
-        (85, ["ID", "AGE", "NOTE"]),
-        (63, ["ID", "NOTE"]),
-        (20, ["ID", "NOTE"]),  # the terminal wraps it
-        (None, ["ID", "SIZE", "AGE", "NOTE"]),
+        (86, [], {}),
+        (85, ["SIZE"], {}),
+        (63, ["SIZE", "AGE"], {}),
+        (20, ["SIZE", "AGE"], {}),  # the terminal wraps it
+        (20, [], {"is_wide": True, "more": 3}),
+        (None, [], {}),
     ],
 )
 def test_a_narrow_terminal_gets_fewer_columns_and_a_note(
-    columns: int | None, heads: list[str], monkeypatch: pytest.MonkeyPatch
+    columns: int | None, left_out: list[str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = printed_table(columns, monkeypatch)
-    title, head, row, *note = shown.splitlines()
-    assert (title, head.split()) == ("Things", heads)
-    assert row.split() == [ROW[["ID", "SIZE", "AGE", "NOTE"].index(name)] for name in heads]
-    hidden = [name.lower() for name in ("SIZE", "AGE") if name not in heads]
-    assert note == ([f"(a wider terminal, or a pipe, also has: {', '.join(hidden)})"] if hidden else [])
-
-
-def printed_table(columns: int | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
-    """Return what is printed of one row."""
     out = StringIO() if columns is None else TerminalText()
     monkeypatch.setenv("COLUMNS", str(columns or 80))
     monkeypatch.setenv("NO_COLOR", "1")
     with redirect_stdout(out):
         print_table("Things", HEADS, [ROW], **options)
-    return out.getvalue()
-
-
-def test_all_columns_where_they_are_wanted_and_how_many_rows_are_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shown = printed_table(20, monkeypatch, is_wide=True, more=3).splitlines()
-    assert shown[1].split() == ["ID", "SIZE", "AGE", "NOTE"]
-    assert shown[-1] == "(and 3 more)"
+    title, head, row, *notes = out.getvalue().splitlines()
+    shown = [(name, text) for name, text in zip(TITLES, ROW, strict=True) if name not in left_out]
+    assert (title, list(zip(head.split(), row.split(), strict=True))) == ("Things", shown)
+    hidden = ", ".join(left_out).lower()
+    assert notes == (
+        [f"(a wider terminal, or a pipe, also has: {hidden})"] * bool(hidden)
+        + ["(and 3 more)"] * ("more" in options)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,22 +17,25 @@ from tests.support.node_samples import StillNode, pull_record
 from tests.support.terminal import Terminal, on_terminal
 from tests.support.verb_harness import daemon, run
 
-TEXTS = (
-    *("Why pulls failed", "cannot pull (req-0)", "Running pulls", "req-3", "Pairs of engines"),
-    "prefill-0",
-)
 
-
-async def test_top_shows_what_fails_first(tmp_path: Path) -> None:
-    async with daemon(tmp_path, StillNode()) as config:
-        shown = await run("top", "--socket", config.control.socket)
+async def test_top_shows_what_fails_first(socket: tuple[str, str]) -> None:
+    shown = await run("top", *socket)
     assert shown.exit_code == 0, shown.output
     lines = shown.output.splitlines()
     assert lines[0].startswith("tcp://10.0.0.1:9441, version ")
     assert lines[1].startswith("Pulls fail: 1 of 3 failed in the last 20 s (33.3 %), most with lease-expired")
-    for text in TEXTS:
+    parts = (
+        "Why pulls failed",
+        "cannot pull (req-0)",
+        "Running pulls",
+        "req-3",
+        "Pairs of engines",
+        "prefill-0",
+    )
+    for text in parts:
         assert text in shown.output, text
     assert "\x1b" not in shown.output
+    assert isinstance(json.loads((await run("top", "--json", *socket)).stdout), dict)
 
 
 CLEAR = "\x1b[H\x1b[2J"

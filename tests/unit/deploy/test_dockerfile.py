@@ -12,7 +12,6 @@ from deploy.image import build
 from deploy.image.build import Mount, build_command, mounts_of, package_sources
 
 ROOT = Path(__file__).parents[3]
-LOCK = ROOT / "constraints.txt"
 
 
 def locked(path: Path) -> dict[str, str]:
@@ -28,7 +27,7 @@ def test_what_a_cuda_version_adds_is_locked(cuda: str) -> None:
     assert found["cuda-bindings"].split(".")[0] == cuda
     (runtime,) = [name for name in found if name.startswith("nvidia-cuda-runtime")]
     assert found[runtime].split(".")[0] == cuda
-    shared = locked(LOCK)
+    shared = locked(ROOT / "constraints.txt")
     assert f"nixl-cu{cuda}" in shared
     if cuda == "13":  # what the project is tested with
         assert {name: shared[name] for name in found if name in shared}.items() <= found.items()
@@ -82,14 +81,8 @@ def test_the_command_names_the_settings_file_and_not_what_it_holds(tmp_path: Pat
 
 def test_a_base_is_packed_without_the_host_s_names(tmp_path: Path) -> None:
     folder = tmp_path / "base"
-    for name in (
-        "etc/hostname",
-        "etc/resolv.conf",
-        "etc/passwd",
-        "var/log/a.log",
-        "usr/share/doc/b",
-        "usr/bin/c",
-    ):
+    hosts = ("etc/hostname", "etc/resolv.conf", "var/log/a.log", "usr/share/doc/b")
+    for name in (*hosts, "etc/passwd", "usr/bin/c"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     build._pack(folder, tmp_path / "base.tar")

@@ -7,9 +7,8 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import NamedTuple
 
 import click
 import kubernetes_validate
@@ -45,82 +44,56 @@ OVERLAYS = ("daemonset", "sidecar", "gpu", "keys")
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 # Resource types of others: there is no schema of them here.
 FOREIGN_KINDS = {"PodMonitor", "PrometheusRule"}
-MIB = 1 << 20
 PUBLIC_KEY = "354db91c7d2e479b1fdfbd2fd4b3f0240a466b380126cc90cf82185728fcd524"
 
 
+class Form(NamedTuple):
+    """Rendered manifests: the one workload among them, its pod, and its daemon's container."""
+
+    manifests: list[Manifest]
+    workload: Manifest
+    pod: Manifest
+    daemon: Manifest
+
+    @classmethod
+    def of(cls, manifests: list[Manifest]) -> Form:
+        (workload,) = of_kind(manifests, "DaemonSet", "Deployment")
+        return cls(manifests, workload, pod_of(workload), containers_of(pod_of(workload))["kvxferd"])
+
+    def config(self, directory: Path, node: str = "node-a") -> Config:
+        """What the daemon's own reader makes of the container's environment and the mounted file."""
+        (config_map,) = of_kind(self.manifests, "ConfigMap")
+        path = directory / "kvxferd.toml"
+        path.write_text(config_map["data"]["kvxferd.toml"])
+        environment = environment_of(self.daemon, {**FIELDS, "spec.nodeName": node})
+        assert CONFIG_PATH_VARIABLE not in environment
+        return load_config(path, environment, {})
+
+
+def rendered(overlay: str) -> Form:
+    return Form.of(render(KUBERNETES / "overlays" / overlay))
+
+
 @pytest.fixture(params=OVERLAYS)
-def form(request: pytest.FixtureRequest) -> list[Manifest]:
-    """Each overlay as rendered."""
-    return render(KUBERNETES / "overlays" / request.param)
+def form(request: pytest.FixtureRequest) -> Form:
+    """Each overlay."""
+    return rendered(request.param)
 
 
 @pytest.fixture
-def workload(form: list[Manifest]) -> Manifest:
-    return parts_of(form)[0]
+def config(form: Form, tmp_path: Path) -> Config:
+    return form.config(tmp_path)
 
 
-@pytest.fixture
-def pod(form: list[Manifest]) -> Manifest:
-    return parts_of(form)[1]
-
-
-@pytest.fixture
-def daemon(form: list[Manifest]) -> Manifest:
-    return parts_of(form)[2]
-
-
-@pytest.fixture
-def config(form: list[Manifest], daemon: Manifest, tmp_path: Path) -> Config:
-    """What the daemon's own reader makes of the container's environment and the mounted file."""
-    return read_config(form, daemon, tmp_path)
-
-
-def parts_of(form: list[Manifest]) -> tuple[Manifest, Manifest, Manifest]:
-    """Return the one workload, its pod and its daemon's container."""
-    (workload,) = of_kind(form, "DaemonSet", "Deployment")
-    pod = pod_of(workload)
-    return workload, pod, containers_of(pod)["kvxferd"]
-
-
-def config_text(form: list[Manifest]) -> str:
-    (config_map,) = of_kind(form, "ConfigMap")
-    text: str = config_map["data"]["kvxferd.toml"]
-    return text
-
-
-def read_config(form: list[Manifest], daemon: Manifest, tmp_path: Path, node: str = "node-a") -> Config:
-    path = tmp_path / "kvxferd.toml"
-    path.write_text(config_text(form))
-    environment = environment_of(daemon, {**FIELDS, "spec.nodeName": node})
-    assert CONFIG_PATH_VARIABLE not in environment
-    return load_config(path, environment, {})
-
-
-def parsed(verb: str, arguments: list[str]) -> dict[str, Any]:
-    """Return the values that the command line takes from the arguments, without running the verb."""
-    assert verb in VERBS
-    context = click.Context(command_line)
-    command = command_line.get_command(context, verb)
-    assert command is not None
-    return command.make_context(verb, list(arguments), parent=context).params
-
-
-def compose(tmp_path: Path, kustomization: str, files: dict[str, str] | None = None) -> list[Manifest]:
-    """Render an operator's own folder beside the overlays."""
+def compose(tmp_path: Path, resource: str, component: str) -> Form:
+    """Render an operator's own folder beside the overlays: one of them with a component."""
     tree = tmp_path / "kubernetes"
     shutil.copytree(KUBERNETES, tree)
     own = tree / "cluster"
     own.mkdir()
-    (own / "kustomization.yaml").write_text(kustomization)
-    for name, text in (files or {}).items():
-        (own / name).write_text(text)
-    return render(own)
-
-
-def with_components(resource: str, *components: str) -> str:
-    lines = [f"resources: [../overlays/{resource}]", "components:"]
-    return "\n".join([*lines, *(f"  - ../components/{name}" for name in components), ""])
+    lines = (f"resources: [../overlays/{resource}]", f"components: [../components/{component}]")
+    (own / "kustomization.yaml").write_text("\n".join(lines))
+    return Form.of(render(own))
 
 
 # Kubernetes' own rules.
@@ -134,7 +107,8 @@ def test_an_overlay_is_valid(overlay: str, version: str) -> None:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_no_pod_has_a_token_or_a_privilege_it_does_not_need(pod: Manifest) -> None:
+def test_no_pod_has_a_token_or_a_privilege_it_does_not_need(form: Form) -> None:
+    pod = form.pod
     assert pod["automountServiceAccountToken"] is False
     for name, container in containers_of(pod).items():
         if name == "engine":
@@ -155,89 +129,90 @@ def test_no_pod_has_a_token_or_a_privilege_it_does_not_need(pod: Manifest) -> No
 # What the daemon makes of them.
 
 
-def test_the_settings_are_loaded_and_the_ports_agree(
-    config: Config, daemon: Manifest, workload: Manifest
-) -> None:
-    ports = {port["name"]: port["containerPort"] for port in daemon["ports"]}
-    address = FIELDS["status.hostIP" if workload["kind"] == "DaemonSet" else "status.podIP"]
+def test_the_settings_are_loaded_and_the_ports_agree(config: Config, form: Form) -> None:
+    ports = {port["name"]: port["containerPort"] for port in form.daemon["ports"]}
+    address = FIELDS["status.hostIP" if form.workload["kind"] == "DaemonSet" else "status.podIP"]
     assert split_endpoint(config.peer.bind) == (address, ports["peer"])
     assert config.http.bind == f"{address}:{ports['http']}"
-    annotations = workload["spec"]["template"]["metadata"]["annotations"]
+    annotations = form.workload["spec"]["template"]["metadata"]["annotations"]
     assert annotations == {"prometheus.io/scrape": "true", "prometheus.io/port": str(ports["http"])}
 
 
-def test_the_arguments_are_the_command_line_s_and_name_the_mounted_file(daemon: Manifest) -> None:
-    verb, *arguments = daemon["args"]
-    values = parsed(verb, arguments)
-    (path,) = [value for value in values.values() if str(value).endswith("kvxferd.toml")]
-    assert mounts_of(daemon)[str(PurePosixPath(str(path)).parent)]["readOnly"] is True
+def test_the_arguments_are_the_command_line_s_and_name_the_mounted_file(form: Form) -> None:
+    verb, *arguments = form.daemon["args"]
+    assert verb in VERBS
+    context = click.Context(command_line)
+    command = command_line.get_command(context, verb)
+    assert command is not None
+    values = command.make_context(verb, list(arguments), parent=context).params.values()
+    (path,) = [value for value in values if str(value).endswith("kvxferd.toml")]
+    assert mounts_of(form.daemon)[str(PurePosixPath(str(path)).parent)]["readOnly"] is True
 
 
-def test_probes_ask_for_routes_that_are_there(daemon: Manifest) -> None:
+def test_probes_ask_for_routes_that_are_there(form: Form) -> None:
     paths = {route.path for route in ROUTES if route.method == "GET"}
-    probes = {kind: daemon[kind] for kind in daemon if kind.endswith("Probe")}
+    probes = {kind: form.daemon[kind] for kind in form.daemon if kind.endswith("Probe")}
     assert {"readinessProbe", "livenessProbe"} <= set(probes)
     for kind, probe in probes.items():
         assert probe["httpGet"]["path"] == ("/healthz" if kind == "livenessProbe" else "/readyz")
         assert probe["httpGet"]["path"] in paths
-        assert probe["httpGet"]["port"] in {port["name"] for port in daemon["ports"]}
+        assert probe["httpGet"]["port"] in {port["name"] for port in form.daemon["ports"]}
 
 
-def test_a_stop_may_take_as_long_as_a_drain(config: Config, pod: Manifest) -> None:
-    assert pod["terminationGracePeriodSeconds"] > config.drain.limit_s + STOP_S
+def test_a_stop_may_take_as_long_as_a_drain(config: Config, form: Form) -> None:
+    assert form.pod["terminationGracePeriodSeconds"] > config.drain.limit_s + STOP_S
 
 
-def test_what_the_daemon_writes_is_a_volume(config: Config, daemon: Manifest) -> None:
-    writable = {path for path, mount in mounts_of(daemon).items() if not mount.get("readOnly")}
+def test_what_the_daemon_writes_is_a_volume_that_others_do_not_write_in(config: Config, form: Form) -> None:
+    mounts = mounts_of(form.daemon)
+    writable = {path for path, mount in mounts.items() if not mount.get("readOnly")}
     for path in (config.node.run_dir, config.worker.socket, config.control.socket, "/dev/shm/x"):
         assert any(PurePosixPath(path).is_relative_to(place) for place in writable), path
     # NIXL looks into the home directory, and the root file system cannot be written.
-    assert environment_of(daemon)["HOME"] in writable
-
-
-def test_the_run_directory_is_not_one_that_others_write_in(
-    config: Config, pod: Manifest, daemon: Manifest
-) -> None:
+    assert environment_of(form.daemon)["HOME"] in writable
     # An emptyDir has mode 0777: the daemon would refuse it.
-    empty = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
-    assert mounts_of(daemon).get(config.node.run_dir, {}).get("name") not in empty
-
-
-def engine_pod() -> Manifest:
-    manifest: Manifest = yaml.safe_load((KUBERNETES / "engine.yaml").read_text())
-    return manifest
+    empty = {volume["name"] for volume in form.pod["volumes"] if "emptyDir" in volume}
+    assert mounts.get(config.node.run_dir, {}).get("name") not in empty
 
 
 def test_an_engine_sees_the_socket_and_neither_locks_nor_the_control_socket(
-    config: Config, workload: Manifest, pod: Manifest, daemon: Manifest
+    config: Config, form: Form
 ) -> None:
     socket = PurePosixPath(config.worker.socket)
-    engines = pod_of(engine_pod()) if workload["kind"] == "DaemonSet" else pod
-    engine = containers_of(engines)["engine"]
+    is_daemon_set = form.workload["kind"] == "DaemonSet"
+    pod = pod_of(yaml.safe_load((KUBERNETES / "engine.yaml").read_text())) if is_daemon_set else form.pod
+    engine = containers_of(pod)["engine"]
     ((place, mount),) = mounts_of(engine).items()
     assert place == str(socket.parent)
     assert mount["readOnly"] is True
-    host = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in engines["volumes"]}
-    if workload["kind"] == "DaemonSet":
-        run = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in pod["volumes"]}
-        daemon_path = run[mounts_of(daemon)[config.node.run_dir]["name"]]
-        assert host[mount["name"]] == str(
-            PurePosixPath(daemon_path) / socket.relative_to(config.node.run_dir).parent
-        )
+    if is_daemon_set:
+        run_directory = mounts_of(form.daemon)[config.node.run_dir]["name"]
+        below = socket.relative_to(config.node.run_dir).parent
+        assert host_path(pod, mount["name"]) == host_path(form.pod, run_directory) / below
     else:
-        assert mounts_of(daemon)[place]["name"] == mount["name"]
+        assert mounts_of(form.daemon)[place]["name"] == mount["name"]
     # The locks are in run_dir/private, the control socket in run_dir.
-    assert not PurePosixPath(config.control.socket).is_relative_to(socket.parent)
-    assert not (PurePosixPath(config.node.run_dir) / "private").is_relative_to(socket.parent)
+    for path in (config.control.socket, f"{config.node.run_dir}/private"):
+        assert not PurePosixPath(path).is_relative_to(socket.parent)
     # By the socket's mode: they are of one user.
-    own = engine.get("securityContext", engines.get("securityContext", {}))["runAsUser"]
-    assert own == daemon["securityContext"].get("runAsUser", pod.get("securityContext", {}).get("runAsUser"))
+    assert user_of(engine, pod) == user_of(form.daemon, form.pod)
 
 
-def test_the_sidecar_is_a_native_one_and_ready_before_the_engine(pod: Manifest, workload: Manifest) -> None:
-    if workload["kind"] == "DaemonSet":
-        assert "restartPolicy" not in containers_of(pod)["kvxferd"]
-        return
+def host_path(pod: Manifest, volume: str) -> PurePosixPath:
+    (found,) = [one for one in pod["volumes"] if one["name"] == volume]
+    return PurePosixPath(found["hostPath"]["path"])
+
+
+def user_of(container: Manifest, pod: Manifest) -> int:
+    """Return the user of a container: its own, or else the pod's."""
+    own, of_pod = (one.get("securityContext", {}).get("runAsUser") for one in (container, pod))
+    found = of_pod if own is None else own
+    assert found is not None
+    return int(found)
+
+
+def test_the_sidecar_is_a_native_one_and_ready_before_the_engine() -> None:
+    pod = rendered("sidecar").pod
     (sidecar,) = pod["initContainers"]
     assert sidecar["restartPolicy"] == "Always"
     assert sidecar["startupProbe"]["httpGet"]["path"] == "/readyz"
@@ -245,104 +220,81 @@ def test_the_sidecar_is_a_native_one_and_ready_before_the_engine(pod: Manifest, 
     assert [container["name"] for container in pod["containers"]] == ["engine"]
 
 
-# Memory.
-
-
-# GPUs.
-
-
-def gpu_forms(tmp_path: Path) -> Iterator[tuple[str, list[Manifest]]]:
-    yield "gpu", render(KUBERNETES / "overlays" / "gpu")
-    yield "keys", render(KUBERNETES / "overlays" / "keys")
-    yield "sidecar", compose(tmp_path / "sidecar", with_components("sidecar", "gpu"))
+# GPUs and images.
 
 
 @pytest.mark.process
-def test_gpus_are_visible_and_none_is_requested(tmp_path: Path) -> None:
-    for name, form in gpu_forms(tmp_path):
-        _workload, pod, daemon = parts_of(form)
-        assert pod["runtimeClassName"] == "nvidia", name
-        environment = environment_of(daemon)
-        assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
-        assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
-        for wants in daemon["resources"].values():
-            assert set(wants) <= {"cpu", "memory"}
-        read_config(form, daemon, tmp_path)
+@pytest.mark.parametrize("name", ["gpu", "keys", "sidecar"])
+def test_gpus_are_visible_and_none_is_requested(name: str, tmp_path: Path) -> None:
+    form = compose(tmp_path, "sidecar", "gpu") if name == "sidecar" else rendered(name)
+    assert form.pod["runtimeClassName"] == "nvidia"
+    environment = environment_of(form.daemon)
+    assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
+    assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+    for wants in form.daemon["resources"].values():
+        assert set(wants) <= {"cpu", "memory"}
+    form.config(tmp_path)
 
 
-# Images.
-
-
-def test_images_have_one_name_and_this_version() -> None:
-    version = kvxferd.__version__
-    for overlay in OVERLAYS:
-        (workload,) = of_kind(render(KUBERNETES / "overlays" / overlay), "DaemonSet", "Deployment")
-        containers = containers_of(pod_of(workload))
-        images = {container["image"] for name, container in containers.items() if name != "engine"}
-        assert images == {f"kvxferd:{version}{'-gpu' if overlay in ('gpu', 'keys') else ''}"}
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_images_have_one_name_and_this_version(overlay: str) -> None:
+    containers = containers_of(rendered(overlay).pod)
+    images = {container["image"] for name, container in containers.items() if name != "engine"}
+    assert images == {f"kvxferd:{kvxferd.__version__}{'-gpu' if overlay in ('gpu', 'keys') else ''}"}
 
 
 # Keys.
 
 
 @pytest.fixture
-def keys_form() -> list[Manifest]:
-    return render(KUBERNETES / "overlays" / "keys")
+def keys_form() -> Form:
+    return rendered("keys")
 
 
-def test_each_node_has_a_key_of_its_own_name(keys_form: list[Manifest], tmp_path: Path) -> None:
-    _workload, pod, daemon = parts_of(keys_form)
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    names = set()
+def test_each_node_has_a_key_of_its_own_name(keys_form: Form, tmp_path: Path) -> None:
+    volumes = {volume["name"]: volume for volume in keys_form.pod["volumes"]}
     for node in ("node-a", "node-b"):
-        path = PurePosixPath(read_config(keys_form, daemon, tmp_path, node).peer.curve_secret_key_file)
+        path = PurePosixPath(keys_form.config(tmp_path, node).peer.curve_secret_key_file)
         assert path.name == f"{node}.key"
-        names.add(path)
-        mount = mounts_of(daemon)[str(path.parent)]
+        mount = mounts_of(keys_form.daemon)[str(path.parent)]
         assert mount["readOnly"] is True
         assert volumes[mount["name"]]["hostPath"]["type"] == "DirectoryOrCreate"
-        # subPath would make a directory of a file that is missing.
-        assert "subPath" not in str(pod)
-    assert len(names) == 2
-    assert of_kind(keys_form, "Secret") == []
-    assert not any("secret" in volume for volume in pod["volumes"])
+    # subPath would make a directory of a file that is missing.
+    assert "subPath" not in str(keys_form.pod)
+    assert of_kind(keys_form.manifests, "Secret") == []
+    assert not any("secret" in volume for volume in keys_form.pod["volumes"])
 
 
 def test_the_daemon_watches_a_file_of_keys_that_is_mounted_beside_its_configuration(
-    keys_form: list[Manifest], tmp_path: Path
+    keys_form: Form, tmp_path: Path
 ) -> None:
-    workload, _pod, daemon = parts_of(keys_form)
-    config = read_config(keys_form, daemon, tmp_path).peer
+    config = keys_form.config(tmp_path).peer
     assert config.curve_allowed_keys == ()
     path = PurePosixPath(config.curve_allowed_keys_file)
-    mount = mounts_of(daemon)[str(path.parent)]
+    mount = mounts_of(keys_form.daemon)[str(path.parent)]
     assert "subPath" not in mount  # which the kubelet never renews
-    assert mount["name"] in {v["name"] for v in pod_of(workload)["volumes"] if "configMap" in v}
-    (config_map,) = of_kind(keys_form, "ConfigMap")
+    assert mount["name"] in {v["name"] for v in keys_form.pod["volumes"] if "configMap" in v}
+    (config_map,) = of_kind(keys_form.manifests, "ConfigMap")
     listed = tmp_path / "allowed-keys"
-    listed.write_text(config_map["data"][path.name])
-    assert read_allowed_keys(listed) == frozenset()
-    listed.write_text(f"{config_map['data'][path.name]}{PUBLIC_KEY}\n")
-    assert read_allowed_keys(listed) == {PUBLIC_KEY}
+    for more, keys in (("", set()), (f"{PUBLIC_KEY}\n", {PUBLIC_KEY})):
+        listed.write_text(config_map["data"][path.name] + more)
+        assert read_allowed_keys(listed) == keys
 
 
 @pytest.mark.process
 def test_the_key_container_makes_a_key_once_and_prints_its_public_half(
-    keys_form: list[Manifest], tmp_path: Path
+    keys_form: Form, tmp_path: Path
 ) -> None:
-    (workload,) = of_kind(keys_form, "DaemonSet")
-    pod = pod_of(workload)
-    container, daemon = containers_of(pod)["key"], containers_of(pod)["kvxferd"]
+    container = containers_of(keys_form.pod)["key"]
     place = next(iter(mounts_of(container)))
-    assert mounts_of(container)[place]["name"] == mounts_of(daemon)[place]["name"]
+    assert mounts_of(container)[place]["name"] == mounts_of(keys_form.daemon)[place]["name"]
     (script,) = container["args"]
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    program = programs / "kvxferd"
+    program = tmp_path / "bin" / "kvxferd"
+    program.parent.mkdir()
     program.write_text(f"#!{sys.executable}\nfrom kvxferd.cli import main\nmain()\n")
     program.chmod(0o755)
-    environment = {**environment_of(container), "PATH": f"{programs}:{os.environ['PATH']}"}
-    environment["PYTHONPATH"] = str(ROOT)
+    path = f"{program.parent}:{os.environ['PATH']}"
+    environment = environment_of(container) | {"PATH": path, "PYTHONPATH": str(ROOT)}
     command = [*container["command"], script.replace(place, str(tmp_path))]
     outputs = [
         subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
@@ -363,16 +315,14 @@ def test_the_key_container_makes_a_key_once_and_prints_its_public_half(
 @pytest.mark.process
 @pytest.mark.parametrize("overlay", ["keys", "sidecar"])
 def test_a_pod_monitor_finds_the_pods_and_their_port(overlay: str, tmp_path: Path) -> None:
-    form = compose(tmp_path, with_components(overlay, "pod-monitor"))
-    (monitor,) = of_kind(form, "PodMonitor")
-    (workload,) = of_kind(form, "DaemonSet", "Deployment")
+    form = compose(tmp_path, overlay, "pod-monitor")
+    (monitor,) = of_kind(form.manifests, "PodMonitor")
     # It may lie in another namespace than the pods.
     assert monitor["spec"]["namespaceSelector"] == {"any": True}
-    labels = workload["spec"]["template"]["metadata"]["labels"]
+    labels = form.workload["spec"]["template"]["metadata"]["labels"]
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    daemon = containers_of(pod_of(workload))["kvxferd"]
-    assert endpoint["port"] in {port["name"] for port in daemon["ports"]}
+    assert endpoint["port"] in {port["name"] for port in form.daemon["ports"]}
     assert endpoint["path"] in {route.path for route in ROUTES}
     # The alerts select by this job.
     assert labels[monitor["spec"]["jobLabel"]] == "kvxferd"
@@ -381,33 +331,22 @@ def test_a_pod_monitor_finds_the_pods_and_their_port(overlay: str, tmp_path: Pat
 # The page.
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A copy of what the page's commands use, with the folder that it tells operators to make."""
-    root = tmp_path / "checkout"
-    shutil.copytree(ROOT / "deploy", root / "deploy")
-    own = root / "deploy" / "kubernetes" / "cluster"
+@pytest.mark.process
+def test_the_page_s_own_folder_is_rendered_and_its_settings_are_loaded(tmp_path: Path) -> None:
+    """In a copy of what the page's commands use, with the folder that it tells operators to make."""
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    own = tmp_path / "deploy" / "kubernetes" / "cluster"
     own.mkdir()
     (kustomization,) = blocks_of(PAGE, "yaml")
     (settings,) = blocks_of(PAGE, "toml")
     (own / "kustomization.yaml").write_text(kustomization)
     (own / "kvxferd.toml").write_text(settings)
-    return root
-
-
-@pytest.mark.process
-def test_the_page_s_own_folder_is_rendered_and_its_settings_are_loaded(
-    checkout: Path, tmp_path: Path
-) -> None:
-    form = render(checkout / "deploy" / "kubernetes" / "cluster")
-    for manifest in form:
+    form = Form.of(render(own))
+    for manifest in form.manifests:
         if manifest["kind"] not in FOREIGN_KINDS:
             kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
-    (workload,) = of_kind(form, "DaemonSet")
-    containers = containers_of(pod_of(workload))
-    config = read_config(form, containers["kvxferd"], tmp_path)
+    config = form.config(tmp_path)
     assert config.peer.allowed_addresses == ("10.0.0.0/16",)
     assert config.mover.environment == {"UCX_TCP_PORT_RANGE": "20000-20999"}
-    assert {c["image"] for c in containers.values()} == {
-        f"registry.example/kvxferd:{kvxferd.__version__}-gpu"
-    }
+    images = {container["image"] for container in containers_of(form.pod).values()}
+    assert images == {f"registry.example/kvxferd:{kvxferd.__version__}-gpu"}

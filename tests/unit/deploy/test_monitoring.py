@@ -24,23 +24,13 @@ RULES = sorted((MONITORING / "rules").glob("*.yml"))
 RULE_TESTS = sorted((MONITORING / "tests").glob("*.test.yml"))
 ALERTS = MONITORING / "rules" / "kvxferd-alerts.yml"
 RUNBOOKS = ROOT / "docs" / "how-to" / "when-something-is-wrong.md"
-SEVERITIES = {"critical", "warning"}
 # What these labels may have; the first samples of a daemon show only some.
 OUTCOMES = {"delivered", "failed", "cancelled"}
 CODES = {code.value for code in Code} | {"ok", "none"}
 # Of the Prometheus client's own collector, and of Prometheus itself.
 FOREIGN = {
-    "up",
-    *(
-        f"process_{what}"
-        for what in (
-            "start_time_seconds",
-            "open_fds",
-            "max_fds",
-            "cpu_seconds_total",
-            "resident_memory_bytes",
-        )
-    ),
+    *("up", "process_start_time_seconds", "process_open_fds", "process_max_fds"),
+    *("process_cpu_seconds_total", "process_resident_memory_bytes"),
 }
 
 
@@ -55,9 +45,6 @@ EVERY_ALERT = [rule for rule in EVERY_RULE if "alert" in rule]
 
 def name_of(rule: dict[str, Any]) -> str:
     return str(rule.get("alert") or rule["record"])
-
-
-# Metrics.
 
 
 class Selector(NamedTuple):
@@ -129,7 +116,7 @@ def sections() -> dict[str, str]:
 @pytest.mark.parametrize("alert", EVERY_ALERT, ids=name_of)
 def test_an_alert_leads_to_its_runbook(alert: dict[str, Any]) -> None:
     name = alert["alert"]
-    assert alert["labels"]["severity"] in SEVERITIES
+    assert alert["labels"]["severity"] in ("critical", "warning")
     assert alert["annotations"]["runbook_url"].endswith(f"#{name.lower()}")  # `check_pages` has the rest
     assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
     section = sections()[name]
@@ -151,15 +138,14 @@ def promtool(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_rules_are_valid() -> None:
-    done = promtool("check", "rules", *map(str, RULES))
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.process
-@pytest.mark.parametrize("path", RULE_TESTS, ids=lambda path: path.name)
-def test_rules_do_what_their_tests_expect(path: Path) -> None:
-    done = promtool("test", "rules", str(path))
+@pytest.mark.parametrize(
+    "words",
+    [("check", "rules", *map(str, RULES)), *(("test", "rules", str(path)) for path in RULE_TESTS)],
+    ids=lambda words: f"{words[0]} {Path(words[-1]).name}",
+)
+def test_rules_are_valid_and_do_what_their_tests_expect(words: tuple[str, ...]) -> None:
+    done = promtool(*words)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -167,10 +153,9 @@ def test_rules_do_what_their_tests_expect(path: Path) -> None:
 def test_a_rule_that_does_not_fire_is_found(tmp_path: Path) -> None:
     """Each alert in turn can be left out, and the tests fail: every alert has a test."""
     test = next(path for path in RULE_TESTS if path.name.startswith("kvxferd"))
-    text = test.read_text()
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "rules").mkdir()
-    (tmp_path / "tests" / test.name).write_text(text)
+    for folder in ("tests", "rules"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(test, tmp_path / "tests")
     rules = yaml.safe_load(ALERTS.read_text())
     for group in rules["groups"]:
         group["rules"] = [dict(rule, expr=f"({rule['expr']}) and vector(0) == 1") for rule in group["rules"]]
@@ -186,14 +171,11 @@ def test_a_rule_that_does_not_fire_is_found(tmp_path: Path) -> None:
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(MONITORING.glob("grafana/*.json"))}
 
 
-def panels_of(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
-    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
-
-
 PANELS = [
     pytest.param(dashboard, panel, id=f"{name}: {panel['title']}")
     for name, dashboard in DASHBOARDS.items()
-    for panel in panels_of(dashboard)
+    for panel in dashboard["panels"]
+    if panel["type"] != "row"
 ]
 
 
@@ -220,5 +202,5 @@ def test_panels_name_what_the_daemon_has(dashboard: dict[str, Any], panel: dict[
 
 @pytest.mark.process
 def test_made_files_are_not_stale() -> None:
-    done = run_python(str(MONITORING / 'build.py'), '--check')  # fmt: skip
+    done = run_python(str(MONITORING / "build.py"), "--check")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -52,9 +52,6 @@ def run(*command: str) -> str:
     return done.stdout + done.stderr
 
 
-# The unit.
-
-
 @pytest.mark.process
 def test_systemd_has_nothing_to_say_about_the_unit(tmp_path: Path) -> None:
     require("systemd-analyze")
@@ -71,12 +68,6 @@ def test_the_unit_reloads_the_file_that_it_starts_with() -> None:
 def test_the_unit_waits_longer_than_a_drain() -> None:
     assert unit_option("Type") == "notify"
     assert float(unit_option("TimeoutStopSec")) > Config().drain.limit_s + STOP_S
-
-
-# Its user and its directories.
-
-
-# The page.
 
 
 @pytest.fixture
@@ -111,18 +102,17 @@ def run_below(root: Path, command: str) -> None:
             run(program, f"--root={root}", *words)
         case "runuser":
             # The user exists below `root` alone: its number, and the program from here.
-            assert words[:3] == ["-u", "kvxferd", "--"]
-            uid = next(
-                line.split(":")[2]
-                for line in (root / "etc/passwd").read_text().splitlines()
-                if "kvxferd" in line
-            )
-            assert words[3] == "/opt/kvxferd/bin/kvxferd"
-            run_verb(int(uid), under(root, words[4:]))
+            assert words[:4] == ["-u", "kvxferd", "--", "/opt/kvxferd/bin/kvxferd"]
+            run_verb(uid_of(root, "kvxferd"), under(root, words[4:]))
         case "/opt/kvxferd/bin/kvxferd":
             run_verb(0, under(root, words))
         case _:
             raise AssertionError(f"no test runs {command}")
+
+
+def uid_of(root: Path, name: str) -> int:
+    lines = (root / "etc/passwd").read_text().splitlines()
+    return next(int(line.split(":")[2]) for line in lines if line.startswith(f"{name}:"))
 
 
 def run_verb(uid: int, words: list[str]) -> None:
@@ -139,8 +129,7 @@ def test_the_page_s_commands_make_what_the_unit_and_the_daemon_need(root: Path) 
     for command in COMMANDS:
         if not command.startswith(NOT_RUN) and not command.endswith("kvxferd status"):
             run_below(root, command)
-    users = dict(line.split(":")[::2][:2] for line in (root / "etc/passwd").read_text().splitlines())
-    uid = int(users[unit_option("User")])
+    uid = uid_of(root, unit_option("User"))
     for path, mode in (("run/kvxferd", 0o755), ("run/kvxferd/worker", 0o755), ("etc/kvxferd/keys", 0o700)):
         status = (root / path).stat()
         assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (uid, mode)
