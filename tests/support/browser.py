@@ -21,7 +21,11 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
     *("--disable-extensions", "--disable-background-networking", "--disable-component-update"),
     *("--disable-sync", "--disable-dev-shm-usage", "--remote-debugging-port=0"),
-    *("--remote-allow-origins=*", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"),
+    *(
+        "--remote-allow-origins=*",
+        "--window-size=1300,1000",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    ),
 )
 
 
@@ -72,20 +76,6 @@ class Page:
     async def text(self) -> str:
         """Return what stands on the page."""
         return str(await self.evaluate("document.body.innerText"))
-
-    async def emulate(self, width: int, height: int, *, dark: bool = False) -> None:
-        """Set the size of the page in pixels, and whether its user prefers dark."""
-        await self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-        scheme = "dark" if dark else "light"
-        await self.call(
-            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
-        )
 
 
 @asynccontextmanager

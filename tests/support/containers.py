@@ -23,8 +23,8 @@ COMMAND_S = 240.0
 SHM_SIZE = "512m"
 
 
-def podman(*words: str, check: bool = True) -> str:
-    """Run it and return what it prints; without `check`, also after a failure."""
+def podman(*words: str) -> str:
+    """Run it and return what it prints."""
     done = subprocess.run(
         [ENGINE, *words],
         capture_output=True,
@@ -33,7 +33,7 @@ def podman(*words: str, check: bool = True) -> str:
         timeout=COMMAND_S,
         stdin=subprocess.DEVNULL,
     )
-    assert done.returncode == 0 or not check, f"{ENGINE} {' '.join(words)}: {done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"{ENGINE} {' '.join(words)}: {done.stdout}{done.stderr}"
     return done.stdout
 
 
@@ -65,25 +65,10 @@ class DaemonContainer:
         for path in (folder, folder / "worker"):
             os.chown(path, uid, uid)
         flags = ["--pid=host", "--ipc=host"] if on_host else [f"--shm-size={SHM_SIZE}"]
-        settings = {
-            "HTTP_BIND": f"127.0.0.1:{http_port}" if http_port else "",
-            "PEER_BIND": "tcp://127.0.0.1:0",
-        }
-        for name, value in settings.items():
-            flags += ["--env", f"KVXFERD_{name}={value}"]
-        podman(
-            *(
-                "run",
-                "--detach",
-                "--name",
-                self.name,
-                "--network=host",
-                "--stop-timeout",
-                str(STOP_S),
-                *flags,
-            ),
-            *("--volume", f"{folder}:/run/kvxferd", image),
-        )
+        http = f"127.0.0.1:{http_port}" if http_port else ""
+        flags += ["--env", f"KVXFERD_HTTP_BIND={http}", "--env", "KVXFERD_PEER_BIND=tcp://127.0.0.1:0"]
+        flags += ["--name", self.name, "--network=host", "--stop-timeout", str(STOP_S)]
+        podman("run", "--detach", *flags, "--volume", f"{folder}:/run/kvxferd", image)
 
     def wait_ready(self) -> None:
         """Wait until it takes registrations."""
@@ -94,9 +79,9 @@ class DaemonContainer:
             return self.control.request("GET", "/readyz")[0] == 200
         return False
 
-    def run(self, *words: str, check: bool = True) -> str:
+    def run(self, *words: str) -> str:
         """Run kvxferd beside the daemon and return what it prints."""
-        return podman("exec", self.name, "kvxferd", *words, check=check)
+        return podman("exec", self.name, "kvxferd", *words)
 
     def log(self) -> str:
         """Return what it wrote to standard output and error."""

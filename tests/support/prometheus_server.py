@@ -66,16 +66,12 @@ class PrometheusServer:
         self._targets_file = directory / "targets.json"
         self._write_targets()
         (directory / "alerts.yml").write_text(scaled_rules(ALERTS.read_text()))
-        config = {
+        config: dict[str, Any] = {
             "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
             "rule_files": ["alerts.yml"],
-            "scrape_configs": [
-                {
-                    "job_name": "kvxferd",
-                    "file_sd_configs": [{"files": [str(self._targets_file)], "refresh_interval": "1s"}],
-                }
-            ],
         }
+        targets = [{"files": [str(self._targets_file)], "refresh_interval": "1s"}]
+        config["scrape_configs"] = [{"job_name": "kvxferd", "file_sd_configs": targets}]
         (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
         self.log = directory / "prometheus.log"
         port = free_port()

@@ -66,7 +66,6 @@ def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> No
     async def look() -> None:
         assert BROWSER is not None
         async with browser_page(BROWSER) as page:
-            await page.emulate(1300, 1000)
             await page.open(f"http://127.0.0.1:{port}/")
             text = await until(page, lambda text: "1 pull delivered" in text, "the good pull", WITHIN_S)
             assert "Ready." in text.partition("IN")[0]

@@ -15,7 +15,7 @@ from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.tooling.child_process import ChildError
 from tests.proofs.game_day.stage import Stage
 
-Strike = Callable[[Stage], None]
+Strike = Callable[[Stage], object]
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,6 @@ class Fault:
     names: Callable[[Stage], tuple[str, ...]]  # texts, each of which names the cause
     strike: Strike | None  # None: the fault is there from the start
     make: Callable[[Path], Stage] = Stage
-
-
-def _kill_peer(stage: Stage) -> None:
-    stage.prefill.kill()
 
 
 def _stop_source_movers(stage: Stage) -> None:
@@ -76,69 +72,43 @@ def _with_wrong_key(directory: Path) -> Stage:
     return Stage(directory, flags("prefill", "other"), flags("decode", "prefill"))
 
 
-def _with_few_transfers(directory: Path) -> Stage:
-    return Stage(directory, ("--limits-max-transfers-per-engine", "16"))
-
-
-def _over_tcp(directory: Path) -> Stage:
-    return Stage(directory, UCX_TLS=tls_with_cuda("tcp"))
-
-
 def _prefill_endpoint(stage: Stage) -> tuple[str, ...]:
     return (stage.endpoints["prefill"].partition("/?")[0].rpartition(":")[2],)
 
 
+def _always(*texts: str) -> Callable[[Stage], tuple[str, ...]]:
+    return lambda stage: texts
+
+
+FEW = ("--limits-max-transfers-per-engine", "16")
+TCP = {"UCX_TLS": tls_with_cuda("tcp")}
 FAULTS = [
-    Fault("dead-peer", "A dead peer", "decode", "Pulls fail", _prefill_endpoint, _kill_peer),
     Fault(
-        "stalled-link",
-        "A stalled link",
-        "decode",
-        "Pulls fail",
-        _prefill_endpoint,
-        _stop_source_movers,
+        "dead-peer", "A dead peer", "decode", "Pulls fail",
+        _prefill_endpoint, lambda stage: stage.prefill.kill(),
     ),
     Fault(
-        "exhausted-limit",
-        "An exhausted limit",
-        "prefill",
-        "max_transfers_per_engine",
-        lambda stage: ("max_transfers_per_engine",),
-        _fill_transfers,
-        _with_few_transfers,
+        "stalled-link", "A stalled link", "decode", "Pulls fail",
+        _prefill_endpoint, _stop_source_movers,
     ),
     Fault(
-        "wrong-key",
-        "A wrong key",
-        "decode",
-        "Pulls fail",
-        lambda stage: ("admit", "allow-lists"),
-        None,
-        _with_wrong_key,
+        "exhausted-limit", "An exhausted limit", "prefill", "max_transfers_per_engine",
+        _always("max_transfers_per_engine"), _fill_transfers, lambda directory: Stage(directory, FEW),
     ),
     Fault(
-        "early-release",
-        "A source that releases early",
-        "decode",
-        "Pulls fail",
-        lambda stage: ("unpublished", "released"),
-        _release_early,
+        "wrong-key", "A wrong key", "decode", "Pulls fail",
+        _always("admit", "allow-lists"), None, _with_wrong_key,
     ),
     Fault(
-        "crash-loop",
-        "A mover in a crash loop",
-        "decode",
-        "",
-        lambda stage: ("mover died", "mover-lost"),
-        _crash_movers,
+        "early-release", "A source that releases early", "decode", "Pulls fail",
+        _always("unpublished", "released"), _release_early,
     ),
     Fault(
-        "tcp",
-        "TCP instead of CMA",
-        "decode",
-        "same-node-tcp",
-        lambda stage: ("TCP",),
-        None,
-        _over_tcp,
+        "crash-loop", "A mover in a crash loop", "decode", "",
+        _always("mover died", "mover-lost"), _crash_movers,
     ),
-]
+    Fault(
+        "tcp", "TCP instead of CMA", "decode", "same-node-tcp",
+        _always("TCP"), None, lambda directory: Stage(directory, **TCP),
+    ),
+]  # fmt: skip

@@ -14,7 +14,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,8 @@ pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
     require_prometheus()
-    server = PrometheusServer(tmp_path_factory.mktemp("prometheus") / "server")
-    try:
+    with closing(PrometheusServer(tmp_path_factory.mktemp("prometheus") / "server")) as server:
         yield server
-    finally:
-        server.close()
 
 
 class Watched:
@@ -77,11 +74,8 @@ class Watched:
 
 @pytest.fixture
 def watched(fleet: Fleet, prometheus: PrometheusServer) -> Iterator[Watched]:
-    watched = Watched(fleet, prometheus)
-    try:
+    with closing(Watched(fleet, prometheus)) as watched:
         yield watched
-    finally:
-        watched.close()
 
 
 def gone_reference(source: RankProcess, sink: RankProcess) -> dict[str, Any]:
@@ -97,12 +91,12 @@ def test_alerts_fire_and_clear_and_dashboards_have_data(
 ) -> None:
     more = {"KVXFERD_METRICS_BY_ENGINE": "true", "KVXFERD_METRICS_BY_PEER": "true"}
     (prefill_node, prefill), (decode_node, decode) = watched.daemon(**more), watched.daemon(**more)
-    (source,) = fleet.engine(prefill, spec_of("prefill"))
-    (sink,) = fleet.engine(decode, spec_of("decode"))
+    source, sink = fleet.pair(prefill, decode)
+    (other_sink,) = fleet.engine(decode, spec_of("other"))
     ref = gone_reference(source, sink)
     traffic = PullTraffic(source, sink, pause_s=0.2)
     try:
-        code = fail_pulls(sink_of(fleet, decode), ref)
+        code = fail_pulls(other_sink, ref)
         alert = prometheus.await_alert("KvxferdPullsFail", instance=decode_node, code=code)
         assert alert["labels"]["job"] == "kvxferd"
         assert alert["annotations"]["runbook_url"].endswith("#kvxferdpullsfail")
@@ -126,12 +120,6 @@ def fail_pulls(sink: RankProcess, ref: dict[str, Any]) -> str:
         name, fields = sink.end_of(sink.pull(ref, ids_for(number), TOKENS))
         assert name == "Failed"
     return str(fields["code"])
-
-
-def sink_of(fleet: Fleet, daemon: Daemon) -> RankProcess:
-    """Return a rank of an engine of its own."""
-    (rank,) = fleet.engine(daemon, spec_of(f"decode-{next(_NUMBERS)}"))
-    return rank
 
 
 def empty_panels(prometheus: PrometheusServer, instance: str) -> set[str]:
@@ -175,8 +163,7 @@ def test_a_daemon_without_its_library(watched: Watched, prometheus: PrometheusSe
 
 def test_a_daemon_stops_answering(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
     (prefill_node, prefill), (decode_node, decode) = watched.daemon(), watched.daemon()
-    (source,) = fleet.engine(prefill, spec_of("prefill"))
-    (sink,) = fleet.engine(decode, spec_of("decode"))
+    source, sink = fleet.pair(prefill, decode)
     gone_reference(source, sink)
     refs = [publish([source], request) for request in range(1, 20)]
     prefill.send_signal(signal.SIGSTOP)
@@ -218,8 +205,7 @@ def test_an_engine_without_its_second_rank(
 def test_a_mover_in_doubt(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
     """Without UCX's log nobody knows that it is TCP, so a read that does not end leaves doubt."""
     node, daemon = watched.daemon(KVXFERD_MOVER_ENVIRONMENT="UCX_TLS=^cma,UCX_LOG_LEVEL=warn")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    source, sink = fleet.pair(daemon)
     gone_reference(source, sink)
     ref = publish([source], 1)
     sink.prepare(ref)
@@ -242,8 +228,7 @@ def test_a_log_that_is_not_read(
     try:
         wait_until(lambda: Path(daemon.control.socket_path).exists(), "it serves", LIMIT_S)
         watched.watch(name, port)
-        (source,) = fleet.engine(daemon, spec_of("prefill"))
-        (sink,) = fleet.engine(daemon, spec_of("decode"))
+        source, sink = fleet.pair(daemon)
         ref = gone_reference(source, sink)
         while not prometheus.alert("KvxferdLogLinesDropped", instance=name):
             fail_pulls(sink, ref)
@@ -259,8 +244,7 @@ def test_a_log_that_is_not_read(
 
 def test_a_slow_path_within_the_node(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
     node, daemon = watched.daemon(KVXFERD_MOVER_ENVIRONMENT="UCX_TLS=^cma")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    source, sink = fleet.pair(daemon)
     gone_reference(source, sink)
     prometheus.await_alert("KvxferdWarning", instance=node, kind="same-node-tcp")
     source.stop()

@@ -11,7 +11,7 @@ import pytest
 from tests.proofs.sglang.environment import PYTHON_VARIABLE
 from tests.support.sglang_servers.engines import ENVIRONMENT, Engine
 from tests.support.sglang_servers.pairs import Llama
-from tests.support.site_fixtures import SITE, new_prompt, pytest_runtest_makereport  # noqa: F401
+from tests.support.site_fixtures import SITE, new_prompt, pytest_runtest_makereport, whole_llama  # noqa: F401
 from tests.support.vllm_servers.site import Site
 
 HERE = Path(__file__).parent
@@ -46,12 +46,3 @@ def shared_llama(site: Site) -> Iterator[Llama]:
     llama = Llama(site)
     yield llama
     llama.close()
-
-
-@pytest.fixture
-def llama(shared_llama: Llama) -> Iterator[Llama]:
-    """The shared engines, all alive, and at rest again after the test."""
-    shared_llama.heal()
-    yield shared_llama
-    shared_llama.heal()
-    shared_llama.settle()

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from urllib.error import HTTPError
 
-import pytest
-
 from tests.support.nodes.waiting import wait_until
 from tests.support.sglang_servers.pairs import Llama, in_use
+from tests.support.site_fixtures import EACH_VICTIM, VICTIMS, NewPrompt
 
-NewPrompt = Callable[[int], list[int]]
 LIMIT_S = 90.0
 RECOVERY_S = 120.0
-
-
-@dataclass(frozen=True)
-class Victim:
-    """What is killed, and how."""
-
-    name: str
-    kill: Callable[[Llama], Any]
-
-
-VICTIMS = [
-    Victim("prefill daemon", lambda llama: llama.node_p.kill()),
-    Victim("decode daemon", lambda llama: llama.node_d.kill()),
-    Victim("prefill engine", lambda llama: llama.prefill.kill()),
-    Victim("decode engine", lambda llama: llama.decode.kill()),
-]
 
 
 def seen(reply: Callable[[], dict[str, Any]], right: tuple[int, ...]) -> str:
@@ -49,20 +30,20 @@ def seen(reply: Callable[[], dict[str, Any]], right: tuple[int, ...]) -> str:
     return "right tokens" if tuple(found["output_ids"]) == right else "other tokens"
 
 
-@pytest.mark.parametrize("victim", VICTIMS, ids=lambda victim: victim.name.replace(" ", "-"))
-def test_killed_under_load(llama: Llama, new_prompt: NewPrompt, victim: Victim) -> None:
+@EACH_VICTIM
+def test_killed_under_load(llama: Llama, new_prompt: NewPrompt, victim: str) -> None:
     prompts = [new_prompt(200 + 60 * number) for number in range(8)]
     right = [llama.right_tokens(prompt, 40) for prompt in prompts]
     sent = [llama.pair.send(prompt, 40) for prompt in prompts]
     wait_until(lambda: bool(in_use(llama.decode)), "the decode engine has a request")
-    victim.kill(llama)
-    if "daemon" in victim.name:  # a supervisor starts it again
+    VICTIMS[victim](llama)
+    if "daemon" in victim:  # a supervisor starts it again
         llama.heal()
     saw = Counter(
         seen(lambda half=half: half.result(LIMIT_S), tokens)
         for (_, half), tokens in zip(sent, right, strict=True)
     )
-    print(f"kill -9 of the {victim.name}: {dict(saw)}")
+    print(f"kill -9 of {victim}: {dict(saw)}")
     assert not {"hung", "other tokens"} & set(saw)
     for first, _ in sent:
         with_end = first.exception(LIMIT_S)  # the prefill's half ends too

@@ -15,9 +15,9 @@ import pytest
 
 from tests.support.sglang_servers.engines import STAND_INS, Pair, abort, generate, tokens_of
 from tests.support.sglang_servers.pairs import CHUNKS, Llama, in_use
+from tests.support.site_fixtures import NewPrompt
 
 Request = Callable[[list[int]], Any]
-NewPrompt = Callable[[int], list[int]]
 LIMIT_S = 120.0  # within which every request has ended
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.proofs.vllm.environment import PYTHON_VARIABLE
-from tests.support.site_fixtures import SITE, new_prompt, pytest_runtest_makereport  # noqa: F401
+from tests.support.site_fixtures import SITE, new_prompt, pytest_runtest_makereport, whole_llama  # noqa: F401
 from tests.support.vllm_servers.processors import share_processors
 from tests.support.vllm_servers.router_process import RouterProcess
 from tests.support.vllm_servers.site import Llama, Nodes, Site
@@ -53,15 +53,6 @@ def nodes(site: Site) -> Nodes:
 @pytest.fixture(scope="session")
 def shared_llama(site: Site, nodes: Nodes) -> Llama:
     return Llama(site, nodes)
-
-
-@pytest.fixture
-def llama(shared_llama: Llama) -> Iterator[Llama]:
-    """The shared engines, all alive, and at rest again after the test."""
-    shared_llama.heal()
-    yield shared_llama
-    shared_llama.heal()
-    shared_llama.settle()
 
 
 @pytest.fixture

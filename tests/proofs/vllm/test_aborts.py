@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.nodes.processes import stopped
 from tests.support.nodes.waiting import wait_until
+from tests.support.site_fixtures import NewPrompt
 from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Asked, RequestFailed, decode, prefill
-from tests.support.vllm_servers.engines import Engine
 from tests.support.vllm_servers.router_process import RouterProcess
 from tests.support.vllm_servers.site import Llama, through
-
-NewPrompt = Callable[[int], list[int]]
-
-
-def is_working_on(engine: Engine, num_requests: int) -> bool:
-    """Whether the server holds that many requests that it has not answered."""
-    return engine.num_unanswered() == num_requests
 
 
 @pytest.fixture
@@ -37,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("next_one_is_right")
 def test_while_the_prompt_is_computed(llama: Llama, new_prompt: NewPrompt) -> None:
     with stopped(llama.prefill.workers()):
         requested = Asked(llama.prefill.url, new_prompt(1500), 1, kv_transfer_params=dict(ASK_FOR_PREFILL))
-        wait_until(lambda: is_working_on(llama.prefill, 1), "the prefill engine has the request")
+        llama.prefill.await_unanswered(1)
         requested.hang_up()
-        wait_until(lambda: is_working_on(llama.prefill, 0), "the prefill engine noticed")
+        llama.prefill.await_unanswered(0)
 
 
 def test_between_prefill_and_decode(llama: Llama, new_prompt: NewPrompt) -> None:
@@ -53,7 +46,7 @@ def test_while_the_cache_is_pulled(llama: Llama, new_prompt: NewPrompt) -> None:
         requested = Asked(llama.decode.url, prompt, 12, kv_transfer_params=params)
         wait_until(lambda: llama.nodes.num_pulls() == 1, llama.nodes.what_moves)
         requested.hang_up()
-        wait_until(lambda: is_working_on(llama.decode, 0), "the decode engine noticed")
+        llama.decode.await_unanswered(0)
 
 
 def test_while_several_wait_for_their_caches_and_one_leaves(llama: Llama, new_prompt: NewPrompt) -> None:
@@ -66,7 +59,7 @@ def test_while_several_wait_for_their_caches_and_one_leaves(llama: Llama, new_pr
         ]
         wait_until(lambda: llama.nodes.num_pulls() == len(prompts), llama.nodes.what_moves)
         requested[1].hang_up()
-        wait_until(lambda: is_working_on(llama.decode, 3), "the decode engine noticed")
+        llama.decode.await_unanswered(3)
     for number in (0, 2, 3):
         assert requested[number].answer().tokens == llama.right_tokens(prompts[number]), number
 
@@ -77,14 +70,14 @@ def test_while_tokens_come(llama: Llama, new_prompt: NewPrompt) -> None:
     requested = Asked(llama.decode.url, prompt, 1400, kv_transfer_params=params, stream=True)
     requested.wait_for_a_token()
     requested.hang_up()
-    wait_until(lambda: is_working_on(llama.decode, 0), "the decode engine noticed")
+    llama.decode.await_unanswered(0)
 
 
 def test_through_a_router(llama: Llama, new_prompt: NewPrompt, router: RouterProcess) -> None:
     requested = Asked(router.url, new_prompt(700), 1200, stream=True)
     requested.wait_for_a_token()
     requested.hang_up()
-    wait_until(lambda: is_working_on(llama.decode, 0), "the decode engine noticed")
+    llama.decode.await_unanswered(0)
 
 
 def test_a_request_that_the_decode_engine_refuses(llama: Llama, new_prompt: NewPrompt) -> None:

@@ -8,36 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-
-import pytest
 
 from tests.support.nodes.processes import stopped
 from tests.support.nodes.waiting import wait_until
+from tests.support.site_fixtures import EACH_VICTIM, VICTIMS, NewPrompt
 from tests.support.vllm_servers.completions import Asked, RequestFailed, prefill
 from tests.support.vllm_servers.engines import Engine
 from tests.support.vllm_servers.site import Llama, num_external_tokens, through
 
-NewPrompt = Callable[[int], list[int]]
 RECOVERY_S = 60.0
-
-
-@dataclass(frozen=True)
-class Victim:
-    """What is killed, and how."""
-
-    name: str
-    kill: Callable[[Llama], None]
-    takes_decode: bool = False  # the decode engine itself is gone
-
-
-VICTIMS = [
-    Victim("the prefill daemon", lambda llama: llama.nodes.kill(llama.nodes.prefill)),
-    Victim("the decode daemon", lambda llama: llama.nodes.kill(llama.nodes.decode)),
-    Victim("the prefill engine", lambda llama: llama.prefill.kill()),
-    Victim("the decode engine", lambda llama: llama.decode.kill(), takes_decode=True),
-]
-EACH_VICTIM = pytest.mark.parametrize("victim", VICTIMS, ids=lambda victim: victim.name.replace(" ", "-"))
 
 
 def check(replied: Callable[[], Sequence[int]], right: Sequence[int], may_fail: tuple[int, ...] = ()) -> None:
@@ -67,22 +46,22 @@ def check_recovery(llama: Llama, new_prompt: NewPrompt) -> None:
 
 
 @EACH_VICTIM
-def test_killed_between_prefill_and_decode(llama: Llama, new_prompt: NewPrompt, victim: Victim) -> None:
+def test_killed_between_prefill_and_decode(llama: Llama, new_prompt: NewPrompt, victim: str) -> None:
     prompts = [new_prompt(260), new_prompt(260)]
     params = [prefill(llama.prefill.url, prompt) for prompt in prompts]
     right = [llama.right_tokens(prompt) for prompt in prompts]
-    victim.kill(llama)
+    VICTIMS[victim](llama)
 
     def reply(engine: Engine, number: int) -> Sequence[int]:
         return Asked(engine.url, prompts[number], 12, kv_transfer_params=params[number]).answer().tokens
 
-    check(lambda: reply(llama.decode, 0), right[0], may_fail=(0,) if victim.takes_decode else ())
+    check(lambda: reply(llama.decode, 0), right[0], may_fail=(0,) if victim == "the-decode-engine" else ())
     check(lambda: reply(llama.strict, 1), right[1], may_fail=(500,))
     check_recovery(llama, new_prompt)
 
 
 @EACH_VICTIM
-def test_killed_while_caches_are_pulled(llama: Llama, new_prompt: NewPrompt, victim: Victim) -> None:
+def test_killed_while_caches_are_pulled(llama: Llama, new_prompt: NewPrompt, victim: str) -> None:
     prompts = [new_prompt(260 + 40 * number) for number in range(4)]
     params = [prefill(llama.prefill.url, prompt) for prompt in prompts]
     right = [llama.right_tokens(prompt) for prompt in prompts]
@@ -93,18 +72,18 @@ def test_killed_while_caches_are_pulled(llama: Llama, new_prompt: NewPrompt, vic
             for engine, prompt, kv in zip(engines, prompts, params, strict=True)
         ]
         wait_until(lambda: llama.nodes.num_pulls() == len(prompts), llama.nodes.what_moves)
-        victim.kill(llama)
+        VICTIMS[victim](llama)
     with ThreadPoolExecutor(len(requested)) as pool:
         replies = [pool.submit(one.answer) for one in requested]
     for engine, reply, tokens in zip(engines, replies, right, strict=True):
-        may_fail = (500,) if engine is llama.strict else (0,) if victim.takes_decode else ()
+        may_fail = (500,) if engine is llama.strict else (0,) if victim == "the-decode-engine" else ()
         check(lambda reply=reply: reply.result().tokens, tokens, may_fail)
     check_recovery(llama, new_prompt)
 
 
 @EACH_VICTIM
 def test_killed_while_eight_requests_are_on_their_way(
-    llama: Llama, new_prompt: NewPrompt, victim: Victim
+    llama: Llama, new_prompt: NewPrompt, victim: str
 ) -> None:
     prompts = [new_prompt(100 + 60 * number) for number in range(8)]
     right = [llama.right_tokens(prompt, 60) for prompt in prompts]
@@ -116,16 +95,16 @@ def test_killed_while_eight_requests_are_on_their_way(
             for engine, prompt in zip(engines, prompts, strict=True)
         ]
         wait_until(lambda: llama.decode.num_unanswered() > before, "the first is being decoded")
-        victim.kill(llama)
+        VICTIMS[victim](llama)
     for engine, reply, tokens in zip(engines, replies, right, strict=True):
         may_fail = (500,) if engine is llama.strict else ()
-        may_fail += (0,) if victim.takes_decode or "engine" in victim.name else ()
+        may_fail += (0,) if "engine" in victim else ()
         check(lambda reply=reply: reply.result().tokens, tokens, may_fail)
     check_recovery(llama, new_prompt)
 
 
 def test_a_prefill_engine_without_its_daemon_still_answers(llama: Llama, new_prompt: NewPrompt) -> None:
-    llama.nodes.kill(llama.nodes.prefill)
+    llama.nodes.prefill.kill()
     prompt = new_prompt(180)
     assert through(llama.prefill, llama.decode, prompt).tokens == llama.right_tokens(prompt)
     check_recovery(llama, new_prompt)

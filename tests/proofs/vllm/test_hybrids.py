@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from tests.support.site_fixtures import NewPrompt
 from tests.support.vllm_servers.completions import complete, decode, prefill
 from tests.support.vllm_servers.engines import Engine
-from tests.support.vllm_servers.site import Nodes, Site, num_external_tokens, through, wait_until_settled
+from tests.support.vllm_servers.site import Nodes, Site, check_moved, through, wait_until_settled
 
-NewPrompt = Callable[[int], list[int]]
 # What vLLM's CPU backend asks of each, found out by trying; CONTRIBUTING.md has it in words.
 KINDS: dict[str, dict[str, Any]] = {
     "mamba": {"flags": ("--no-enable-prefix-caching",)},
@@ -33,8 +33,7 @@ class Pair:
     decode: Engine
 
     def right_tokens(self, prompt: list[int], max_tokens: int = 12) -> tuple[int, ...]:
-        """What the prefill engine says when nobody asks it to prefill."""
-        return complete(self.prefill.url, prompt, max_tokens).tokens
+        return self.prefill.tokens(prompt, max_tokens)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -54,10 +53,7 @@ def pair(request: pytest.FixtureRequest, site: Site, nodes: Nodes) -> Iterator[P
 
 @pytest.mark.parametrize("length", [2, 31, 64, 129, 300, 1000])
 def test_tokens_are_those_of_one_engine(pair: Pair, new_prompt: NewPrompt, length: int) -> None:
-    prompt = new_prompt(length)
-    before = num_external_tokens(pair.decode)
-    assert through(pair.prefill, pair.decode, prompt).tokens == pair.right_tokens(prompt)
-    assert num_external_tokens(pair.decode) - before in (length, length - 1)
+    check_moved(pair.prefill, pair.decode, new_prompt(length), pair.right_tokens)
 
 
 def test_another_prompts_cache_gives_other_tokens(pair: Pair, new_prompt: NewPrompt) -> None:

@@ -7,18 +7,17 @@ one another, and the engine ends at its first request in a layout whose first ax
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
 
 from kvxferd.integrations.vllm.options import LayoutName
 from tests.support.nodes.daemon import Daemon
-from tests.support.vllm_servers.completions import complete
+from tests.support.site_fixtures import NewPrompt
 from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector
-from tests.support.vllm_servers.site import LEASE_S, Llama, Nodes, Site, num_external_tokens, through
+from tests.support.vllm_servers.site import LEASE_S, Llama, Nodes, Site, check_moved
 
-NewPrompt = Callable[[int], list[int]]
 VLLMS_CHOICE = "LBNHC"
 OTHERS = [name for name in get_args(LayoutName) if name[0] == "L" and name != VLLMS_CHOICE]
 CPU_LAYOUT, NOT_TAKEN = "LBHNC", "BLHNC"
@@ -61,11 +60,7 @@ def test_latents_of_each_layout_give_equal_tokens_both_ways(
     ordinary: Engine, other: Engine, new_prompt: NewPrompt, length: int
 ) -> None:
     for source, sink in ((ordinary, other), (other, ordinary)):
-        prompt = new_prompt(length)
-        right = complete(source.url, prompt).tokens
-        before = num_external_tokens(sink)
-        assert through(source, sink, prompt).tokens == right
-        assert num_external_tokens(sink) - before in (length, length - 1)
+        check_moved(source, sink, new_prompt(length), source.tokens)
 
 
 def test_a_layout_that_the_kernel_does_not_take_is_a_preference(
@@ -75,10 +70,7 @@ def test_a_layout_that_the_kernel_does_not_take_is_a_preference(
     assert engine.said(f"KV connector cache layout {NOT_TAKEN} does not satisfy every supported set")
     assert engine.said(uses(CPU_LAYOUT))
     for length in (33, 300):
-        prompt = new_prompt(length)
-        before = num_external_tokens(llama.decode)
-        assert through(engine, llama.decode, prompt).tokens == llama.right_tokens(prompt)
-        assert num_external_tokens(llama.decode) - before in (length, length - 1)
+        check_moved(engine, llama.decode, new_prompt(length), llama.right_tokens)
     site.end(engine)
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.vllm_servers.completions import complete, decode, prefill
+from tests.support.site_fixtures import NewPrompt
 from tests.support.vllm_servers.engines import Engine, Served
-from tests.support.vllm_servers.site import Nodes, Site, num_external_tokens, through, wait_until_settled
+from tests.support.vllm_servers.site import Nodes, Site, check_moved, wait_until_settled
 
-NewPrompt = Callable[[int], list[int]]
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -53,11 +52,7 @@ def pair(
 def test_tokens_are_those_of_one_engine(
     pair: tuple[Engine, Engine], new_prompt: NewPrompt, length: int
 ) -> None:
-    prompt = new_prompt(length)
-    before = num_external_tokens(pair[1])
-    moved = through(*pair, prompt).tokens
-    assert num_external_tokens(pair[1]) - before in (length, length - 1)
-    assert moved == complete(pair[0].url, prompt).tokens
+    check_moved(*pair, new_prompt(length), pair[0].tokens)
 
 
 PIPELINE = ("--pipeline-parallel-size=2", "--no-enforce-eager", "-cc.mode=1", "-cc.backend=eager")
@@ -100,12 +95,7 @@ def test_the_first_request_of_two_stages_is_published_beside_another_handshake(
     reader.wait()
     assert staged.said("handshake of ranks ((0, 0), (1, 0))")
     for length in (60, 300):  # the first is this engine's first step
-        prompt = new_prompt(length)
-        params = prefill(staged.url, prompt)
-        before = num_external_tokens(reader)
-        moved = decode(reader.url, prompt, params).tokens
-        assert num_external_tokens(reader) - before in (length, length - 1)
-        assert moved == complete(staged.url, prompt).tokens
+        check_moved(staged, reader, new_prompt(length), staged.tokens)
     assert not staged.said("is not published")
     wait_until_settled(nodes, staged, reader)
     site.end(staged)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.nodes.processes import stopped
 from tests.support.nodes.waiting import wait_until
+from tests.support.site_fixtures import NewPrompt
 from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Asked, complete, prefill
 from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector
 from tests.support.vllm_servers.router_process import RouterProcess
 from tests.support.vllm_servers.site import LEASE_S, Nodes, Site, num_external_tokens, wait_until_settled
 
-NewPrompt = Callable[[int], list[int]]
 # Four requests advance by 64 tokens a step, and 52 blocks of 32 tokens do not hold four long prompts.
 CHUNKS = ("--max-num-batched-tokens=256", "--long-prefill-token-threshold=64")
 SMALL_CACHE = 52
@@ -55,9 +55,6 @@ class Overlap:
         decoding = Asked(self.decode.url, prompt, max_tokens, kv_transfer_params=early)
         return decoding, Asked(self.prefill.url, prompt, 1, kv_transfer_params=ASK_FOR_PREFILL | shared)
 
-    def right_tokens(self, prompt: list[int]) -> tuple[int, ...]:
-        return complete(self.alone.url, prompt, 12).tokens
-
 
 @pytest.fixture(scope="module")
 def shared_overlap(site: Site, nodes: Nodes) -> Iterator[Overlap]:
@@ -80,7 +77,7 @@ def test_the_tokens_are_one_engine_s(overlap: Overlap, new_prompt: NewPrompt, le
         decoding, prefilling = overlap.send_request(prompt)
         wait_until(lambda: overlap.nodes.num_pulls() == 1, overlap.nodes.what_moves)
     prefilling.answer()
-    assert decoding.answer().tokens == overlap.right_tokens(prompt)
+    assert decoding.answer().tokens == overlap.alone.tokens(prompt)
     assert num_external_tokens(overlap.decode) - before in (length - 1, length)
 
 
@@ -89,12 +86,12 @@ def test_a_beginning_that_both_engines_have(overlap: Overlap, new_prompt: NewPro
     for prompt in (beginning + new_prompt(400), beginning + new_prompt(300)):
         decoding, prefilling = overlap.send_request(prompt)
         prefilling.answer()
-        assert decoding.answer().tokens == overlap.right_tokens(prompt)
+        assert decoding.answer().tokens == overlap.alone.tokens(prompt)
 
 
 def test_preempted_prompts_are_computed_by_the_decode_engine(overlap: Overlap, new_prompt: NewPrompt) -> None:
     prompts = [new_prompt(900 + number) for number in range(4)]
-    right = [overlap.right_tokens(prompt) for prompt in prompts]
+    right = [overlap.alone.tokens(prompt) for prompt in prompts]
     before = overlap.prefill.metric("vllm:num_preemptions_total")
     requested = [overlap.send_request(prompt) for prompt in prompts]
     for decoding, tokens in zip([one for one, _ in requested], right, strict=True):
@@ -111,10 +108,10 @@ def test_a_client_that_leaves_both(overlap: Overlap, new_prompt: NewPrompt) -> N
         decoding.hang_up()
         prefilling.hang_up()
         for engine in (overlap.decode, overlap.prefill):
-            wait_until(lambda engine=engine: engine.num_unanswered() == 0, f"{engine.name} noticed")
+            engine.await_unanswered(0)
     prompt = new_prompt(300)
     decoding, prefilling = overlap.send_request(prompt)
-    assert decoding.answer().tokens == overlap.right_tokens(prompt)
+    assert decoding.answer().tokens == overlap.alone.tokens(prompt)
     prefilling.answer()
 
 
@@ -124,12 +121,12 @@ def test_through_the_example_router(overlap: Overlap, new_prompt: NewPrompt) -> 
         for length in (70, 900, 1300):
             prompt = new_prompt(length)
             before = num_external_tokens(overlap.decode)
-            assert complete(router.url, prompt, 12).tokens == overlap.right_tokens(prompt)
+            assert complete(router.url, prompt, 12).tokens == overlap.alone.tokens(prompt)
             assert num_external_tokens(overlap.decode) - before in (length - 1, length)
         requested = Asked(router.url, new_prompt(1400), 40)
-        wait_until(lambda: overlap.decode.num_unanswered() == 1, "the decode engine has the request")
+        overlap.decode.await_unanswered(1)
         requested.hang_up()
         for engine in (overlap.decode, overlap.prefill):
-            wait_until(lambda engine=engine: engine.num_unanswered() == 0, f"{engine.name} noticed")
+            engine.await_unanswered(0)
     finally:
         router.stop()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 
+from tests.support.site_fixtures import NewPrompt
 from tests.support.vllm_servers.completions import complete
 from tests.support.vllm_servers.engines import Engine
-from tests.support.vllm_servers.site import Nodes, Site, num_external_tokens, through
+from tests.support.vllm_servers.site import Nodes, Site, check_moved, num_external_tokens, through
 
-NewPrompt = Callable[[int], list[int]]
 LENGTHS = (2, 33, 64, 300, 1100)
 
 # With --enforce-eager vLLM's CPU backend refuses a second stage's input.
@@ -29,7 +29,7 @@ class CutUp:
 
     def right_tokens(self, prompt: list[int], max_tokens: int = 12) -> tuple[int, ...]:
         """What the engine that is not cut up says when nobody asks it to prefill."""
-        return complete(self.engines["prefill"].url, prompt, max_tokens).tokens
+        return self.engines["prefill"].tokens(prompt, max_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,7 @@ def pair(request: pytest.FixtureRequest, cut_up: CutUp) -> tuple[Engine, Engine]
 def test_tokens_are_those_of_one_engine(
     cut_up: CutUp, pair: tuple[Engine, Engine], new_prompt: NewPrompt, length: int
 ) -> None:
-    prompt = new_prompt(length)
-    before = num_external_tokens(pair[1])
-    assert through(*pair, prompt).tokens == cut_up.right_tokens(prompt)
-    assert num_external_tokens(pair[1]) - before in (length, length - 1)
+    check_moved(*pair, new_prompt(length), cut_up.right_tokens)
 
 
 def test_a_cached_beginning_of_other_blocks(

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.site_fixtures import NewPrompt
 from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Completion, complete, decode, prefill
 from tests.support.vllm_servers.router_process import RouterProcess
-from tests.support.vllm_servers.site import Llama, num_external_tokens, through
+from tests.support.vllm_servers.site import Llama, check_moved, num_external_tokens, through
 
 BLOCK = 32
-NewPrompt = Callable[[int], list[int]]
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 200, 700, 1900])
 def test_tokens_after_remote_prefill_are_those_of_one_engine(
     llama: Llama, new_prompt: NewPrompt, length: int
 ) -> None:
-    prompt = new_prompt(length)
-    before = num_external_tokens(llama.decode)
-    moved = through(llama.prefill, llama.decode, prompt)
-    assert moved.tokens == llama.right_tokens(prompt)
-    # The last token of a prompt is always computed where its answer is sampled.
-    assert num_external_tokens(llama.decode) - before in (length, length - 1)
+    check_moved(llama.prefill, llama.decode, new_prompt(length), llama.right_tokens)
 
 
 def test_the_cache_of_another_prompt_gives_the_other_prompts_tokens(

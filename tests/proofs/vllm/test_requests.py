@@ -7,7 +7,7 @@ prefill that nobody sees.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ import pytest
 
 from tests.support.nodes.processes import stopped
 from tests.support.nodes.waiting import wait_until
+from tests.support.site_fixtures import NewPrompt
 from tests.support.vllm_servers.completions import Asked, complete, prefill
 from tests.support.vllm_servers.engines import Engine
 from tests.support.vllm_servers.router_process import RouterProcess
 from tests.support.vllm_servers.site import LEASE_S, Llama, Site, num_external_tokens, wait_until_settled
 
-NewPrompt = Callable[[int], list[int]]
 NUM_REQUESTS = 60
 AT_A_TIME = 6
 MOST_TOKENS, NUM_RUNNING = 1900, 12  # of an answer, and how many of these keep an engine busy

@@ -5,16 +5,16 @@ The tests' model has no tokenizer, and so no chat; tests/integration/connector/t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.router_protocols import PREFILLER_HEADER, LlmdSidecar, VllmProxy, post
+from tests.support.site_fixtures import NewPrompt
 from tests.support.vllm_servers.completions import complete
 from tests.support.vllm_servers.site import Llama, num_external_tokens
 
-NewPrompt = Callable[[int], list[int]]
 PATH = "/v1/completions"
 
 

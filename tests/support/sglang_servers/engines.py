@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,9 +43,6 @@ FLAGS = (
     "--log-level=info",
     "--sleep-on-idle",  # an idle engine polls with all of a core by itself
 )
-WARM_UP = list(range(3, 19))
-
-
 MODELS = {"llama", "deepseek_v2", "registry", "__init__"}
 LIST_MODELS = """
 import importlib.util, pathlib
@@ -109,13 +105,7 @@ class Engine(ServerGroup):
     def wait(self) -> Engine:
         """Return once it serves."""
         wait_until(lambda: self.answers, lambda: f"{self.name} serves: {self.tail()}", START_S)
-        self.ready_after_s = time.monotonic() - self.started_at
         return self
-
-    def scheduler(self, rank: int = 0) -> int:
-        """The pid of a rank's scheduler."""
-        found = [pid for pid in self.group() if "scheduler" in _title_of(pid)]
-        return sorted(found)[rank]
 
 
 def generate(url: str, prompt: Sequence[int], max_tokens: int = 12, **fields: Any) -> dict[str, Any]:
@@ -181,10 +171,3 @@ class Pair:
     def close(self) -> None:
         """Wait for no reply any more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _title_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""

@@ -7,39 +7,34 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.waiting import wait_until
 from tests.support.sglang_servers.engines import Engine, Pair, Served, generate, tokens_of
-from tests.support.vllm_servers.site import Site
+from tests.support.vllm_servers.site import Nodes, Site
 
 SETTLE_S = 60.0
+PAGE_TOKENS = 16
 CHUNKS = ("--chunked-prefill-size=128",)
 
 
 class Llama:
     """Keys and values: an engine alone, one that prefills in chunks of 128 tokens, and one that decodes."""
 
-    def __init__(self, site: Site, kind: str = "llama", page_tokens: int = 16) -> None:
+    def __init__(self, site: Site) -> None:
         self.site = site
-        self.model = site.model(kind)
-        self._kind, self._page = kind, page_tokens
-        self.node_p, self.node_d = self._daemon("node-p"), self._daemon("node-d")
-        self.alone = site.engine(f"{kind}-alone", Served(self.model, page_tokens=page_tokens))
+        self.model = site.model("llama")
+        self.nodes = Nodes(site.daemon("node-p"), site.daemon("node-d"))
+        self.alone = site.engine("llama-alone", Served(self.model, page_tokens=PAGE_TOKENS))
         self.prefill = self.start("prefill", flags=CHUNKS)
         self.decode = self.start("decode")
         self.pair = Pair(self.prefill, self.decode)
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def _daemon(self, name: str) -> Daemon:
-        found = [daemon for daemon in self.site.daemons if daemon.directory.name == name]
-        return found[0] if found else self.site.daemon(name)
-
     def start(self, role: str, name: str = "", **served: Any) -> Engine:
         """Start another engine of the model at its role's daemon; the caller waits for it."""
-        node = self.node_p if role == "prefill" else self.node_d
-        given = {"page_tokens": self._page, **served}
+        node = self.nodes.prefill if role == "prefill" else self.nodes.decode
+        given = {"page_tokens": PAGE_TOKENS, **served}
         return self.site.engine(
-            f"{self._kind}-{name or role}", Served(self.model, role, node.worker_socket, **given)
+            f"llama-{name or role}", Served(self.model, role, node.worker_socket, **given)
         )
 
     def right_tokens(self, prompt: Sequence[int], max_tokens: int = 12) -> tuple[int, ...]:
@@ -51,10 +46,7 @@ class Llama:
 
     def heal(self) -> None:
         """Have everything run, whatever a test did to it."""
-        for node in (self.node_p, self.node_d):
-            if node.exit_code is not None:
-                node.start()
-            wait_until(lambda node=node: node.is_ready, f"{node.directory.name} ready", SETTLE_S)
+        self.nodes.heal()
         engines = (self.alone, self.prefill, self.decode)
         for engine in engines:
             if not engine.runs:
@@ -69,18 +61,11 @@ class Llama:
                 lambda engine=engine: not in_use(engine), lambda engine=engine: f"{in_use(engine)}", SETTLE_S
             )
             assert not engine.said("memory leak"), engine.tail()
-        for node in (self.node_p, self.node_d):
-            wait_until(lambda node=node: not any(moving(node)), lambda node=node: str(moving(node)), SETTLE_S)
+        wait_until(self.nodes.is_settled, self.nodes.what_moves, SETTLE_S)
 
     def close(self) -> None:
         """Wait for no reply any more."""
         self.pair.close()
-
-
-def moving(node: Daemon) -> list[Any]:
-    """Return a daemon's transfers and pulls that have not ended."""
-    found = node.control.get("/v1/transfers")
-    return [*found["transfers"], *found["pulls"]]
 
 
 def in_use(engine: Engine) -> dict[str, int]:

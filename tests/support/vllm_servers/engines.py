@@ -115,10 +115,13 @@ class Engine(ServerGroup):
         with urllib.request.urlopen(f"{self.url}/load", timeout=10) as response:
             return int(json.loads(response.read())["server_load"])
 
-    def restart(self) -> Engine:
-        """Start it again after a `kill` or `stop`; returns once it serves."""
-        self.start()
-        return self.wait()
+    def await_unanswered(self, num_requests: int) -> None:
+        """Return once the server has so many requests that it has not answered."""
+        wait_until(lambda: self.num_unanswered() == num_requests, f"{self.name} has {num_requests} requests")
+
+    def tokens(self, prompt: Sequence[int], max_tokens: int = 12) -> tuple[int, ...]:
+        """Return what it says when nobody has it prefill or read a cache."""
+        return complete(self.url, prompt, max_tokens).tokens
 
 
 def _command_of(pid: int) -> str:

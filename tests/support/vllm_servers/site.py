@@ -92,10 +92,6 @@ class Nodes:
         for node in (self.prefill, self.decode):
             wait_until(lambda node=node: node.is_ready, f"{node.directory.name} ready", SETTLE_S)
 
-    def kill(self, node: Daemon) -> None:
-        """End a daemon as nothing can prevent; its movers go by themselves."""
-        node.kill()
-
     def producer(self, model: Path, **served: Any) -> Served:
         """A prefill engine at its daemon."""
         connector = kvxferd_connector(self.prefill.worker_socket, "kv_producer", lease_s=LEASE_S)
@@ -113,6 +109,10 @@ class Nodes:
     def what_moves(self) -> str:
         """The same in words, with what the decode node's daemon has logged last."""
         return f"{json.dumps(self.transfers())}; {self.decode.log.read_text()[-1500:]}"
+
+    def is_settled(self) -> bool:
+        """Whether nothing is published or pulled at either."""
+        return not any(one["transfers"] or one["pulls"] for one in self.transfers().values())
 
     def num_pulls(self) -> int:
         """Pulls at the decode node that have not ended."""
@@ -136,6 +136,19 @@ def num_external_tokens(engine: Engine) -> int:
     return int(engine.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer"))
 
 
+def check_moved(
+    source: Engine, sink: Engine, prompt: list[int], right_tokens: Callable[[list[int]], Any]
+) -> None:
+    """Send a request through both: its cache is moved, and its tokens are right.
+
+    The last token of a prompt is always computed where its answer is sampled.
+    """
+    before = num_external_tokens(sink)
+    moved = through(source, sink, prompt).tokens
+    assert num_external_tokens(sink) - before in (len(prompt), len(prompt) - 1)
+    assert moved == right_tokens(prompt)
+
+
 def blocks_in_use(engine: Engine) -> float:
     """The share of its blocks that are not free.
 
@@ -149,11 +162,7 @@ def wait_until_settled(nodes: Nodes, *engines: Engine, limit_s: float = SETTLE_S
     """Return once nothing is published or pulled, and every block of the engines is free again."""
 
     def is_settled() -> bool:
-        return (
-            nodes.num_pulls() == 0
-            and nodes.num_published() == 0
-            and all(blocks_in_use(engine) == 0 for engine in engines)
-        )
+        return nodes.is_settled() and all(blocks_in_use(engine) == 0 for engine in engines)
 
     def what() -> str:
         used = {engine.name: blocks_in_use(engine) for engine in engines}
@@ -185,7 +194,7 @@ class Llama:
         """What the engine without a connector says."""
         key = (max_tokens, *prompt)
         if key not in self._known:
-            self._known[key] = complete(self.alone.url, prompt, max_tokens).tokens
+            self._known[key] = self.alone.tokens(prompt, max_tokens)
         return self._known[key]
 
     def settle(self) -> None:
