@@ -17,23 +17,6 @@ def world() -> World:
     return world
 
 
-def test_the_daemon_does_not_say_it_again(world: World, source: Worker, sink: Worker) -> None:
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)  # of two it would complain
-    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
-
-
-def test_the_daemon_says_it_where_the_mover_could_not(world: World, source: Worker, sink: Worker) -> None:
-    sink.receives_deliveries = False  # full: the mover's word does not fit in
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-
-
-def test_a_pull_that_moves_nothing_is_told_by_the_daemon(world: World, source: Worker, sink: Worker) -> None:
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), [], TOKENS)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-
-
 @pytest.mark.parametrize("said", [False, True])
 def test_a_mover_that_ends_between_its_two_words(
     world: World, source: Worker, sink: Worker, said: bool

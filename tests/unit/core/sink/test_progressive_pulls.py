@@ -18,7 +18,7 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.peer import Consumer, GrantReply, GrantRequest, ReleaseGrant
-from tests.support.simulation import Mover, Worker, World, mover_of, spec_of
+from tests.support.simulation import Worker, World, mover_of, spec_of
 
 DELIVERED_BOTH_WAYS = True
 BLOCK_TOKENS = 4
@@ -92,11 +92,6 @@ def check_delivered(sink: Worker, ticket: int) -> None:
     assert sink.num_wrong(SINK_IDS, TOKENS, SEED) == 0
 
 
-def pieces_of(mover: Mover) -> list[mv.StartPull]:
-    """What a mover that holds its pulls was given."""
-    return list(mover.started)
-
-
 def test_what_is_ready_is_read_and_then_the_rest(world, source, sink):
     ref = publish(source, ready=5)
     ticket = pull(sink, ref)
@@ -114,8 +109,7 @@ def test_what_is_ready_is_read_and_then_the_rest(world, source, sink):
 
 
 def test_the_reader_may_come_before_the_transfer(world, source, sink):
-    ref = TransferRef(source.host.endpoint, "prefill", source.spec.generation, "t1", "n" * 32)
-    ticket = pull(sink, ref)
+    ticket = pull(sink, unpublished(source))
     world.advance(20)  # longer than anything but a deadline
     assert sink.ended(ticket) is None
     publish(source, ready=0, nonce="n" * 32)
@@ -123,16 +117,6 @@ def test_the_reader_may_come_before_the_transfer(world, source, sink):
     assert progress_of(sink) == [8]
     extend(source, 8, TOKENS)
     check_delivered(sink, ticket)
-
-
-def test_an_ordinary_pull_waits_for_the_whole(world, source, sink):
-    ref = publish(source, ready=8)
-    ticket = pull(sink, ref, progressive=False)
-    extend(source, 8, 16)
-    assert sink.ended(ticket) is None
-    extend(source, 16, TOKENS)
-    check_delivered(sink, ticket)
-    assert progress_of(sink) == []
 
 
 def test_a_transfer_that_never_comes_is_waited_for_as_long_as_a_grant_may_be_held(world, source, sink):
@@ -216,14 +200,6 @@ def test_no_reader_gets_what_one_rank_has_not_written(world, sink):
     check_delivered(sink, ticket)
 
 
-def test_late_reports_take_nothing_back(world, source, sink):
-    ticket = pull(sink, publish(source, ready=12))
-    source.ready("t1", 4)
-    assert progress_of(sink) == [12]
-    extend(source, 12, TOKENS)
-    check_delivered(sink, ticket)
-
-
 def test_more_tokens_than_blocks_are_not_read(world, source, sink):
     ticket = pull(sink, publish(source, ready=8))
     write(source, 16)
@@ -232,20 +208,6 @@ def test_more_tokens_than_blocks_are_not_read(world, source, sink):
     source.say(wk.Ready(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(SOURCE_IDS[2:4]))}))
     assert progress_of(sink) == [8, 16]
     assert sink.ended(ticket) is None
-
-
-@pytest.mark.parametrize(
-    "ids", [SOURCE_IDS, [20, 20], [1 << 20], [-1]], ids=["too many", "twice", "beyond the pool", "negative"]
-)
-def test_a_wrong_extension_ends_the_transfer_alone(world, source, sink, ids):
-    ticket = pull(sink, publish(source, ready=8))
-    other = publish(source, ready=8, transfer_id="t2")
-    source.say(wk.Ready(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(ids))}))
-    assert [(m.transfer_id, m.why) for m in source.received(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
-    assert sink.ended(ticket).code is Code.RELEASED
-    second = pull(sink, other)
-    extend(source, 8, TOKENS, "t2")
-    check_delivered(sink, second)
 
 
 def test_a_window_may_be_left_out_until_the_end(world):
@@ -277,14 +239,30 @@ def both(ids: list[int]) -> dict[str, PackedBlocks]:
     return dict.fromkeys(("full", "window"), PackedBlocks(pack_ids(ids)))
 
 
-@pytest.mark.parametrize("first", [4, 12, 16, -4], ids=["again", "a gap", "more of a gap", "negative"])
-def test_blocks_that_do_not_continue_the_list_end_the_transfer(world, source, sink, first):
-    """Appended as they come they would be delivered as the tokens of others."""
+@pytest.mark.parametrize(
+    ("blocks", "incarnation", "why"),
+    [
+        (PackedBlocks(pack_ids(SOURCE_IDS)), "first", Code.BLOCKS_INVALID),
+        (PackedBlocks(pack_ids([20, 20])), "first", Code.BLOCKS_INVALID),
+        (PackedBlocks(pack_ids([1 << 20])), "first", Code.BLOCKS_INVALID),
+        (PackedBlocks(pack_ids([-1])), "first", Code.BLOCKS_INVALID),
+        # Appended as they come these would be delivered as the tokens of others.
+        (PackedBlocks(pack_ids(SOURCE_IDS[2:]), 4), "first", Code.BLOCKS_INVALID),
+        (PackedBlocks(pack_ids(SOURCE_IDS[2:]), 12), "first", Code.BLOCKS_INVALID),
+        (PackedBlocks(pack_ids(SOURCE_IDS[2:]), -4), "first", Code.BLOCKS_INVALID),
+        (PackedBlocks(pack_ids(SOURCE_IDS[2:])), "before", Code.RANK_LOST),
+    ],
+    ids=["too many", "twice", "beyond", "negative", "again", "a gap", "negative first", "another mapping"],
+)
+def test_a_wrong_extension_ends_the_transfer_alone(world, source, sink, blocks, incarnation, why):
     ticket = pull(sink, publish(source, ready=8))
-    more = PackedBlocks(pack_ids(SOURCE_IDS[2:]), first)
-    source.say(wk.Ready(transfer_id="t1", blocks={"full": more}, incarnation=source.incarnation))
-    assert [(m.transfer_id, m.why) for m in source.received(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
+    other = publish(source, ready=8, transfer_id="t2")
+    source.say(wk.Ready(transfer_id="t1", blocks={"full": blocks}, incarnation=incarnation))
+    assert [(m.transfer_id, m.why) for m in source.received(wk.Released)] == [("t1", why)]
     assert sink.ended(ticket).code is Code.RELEASED
+    second = pull(sink, other)
+    extend(source, 8, TOKENS, "t2")
+    check_delivered(sink, second)
 
 
 def test_blocks_may_say_at_which_token_they_continue_the_list(world, source, sink):
@@ -311,14 +289,6 @@ def test_a_publish_with_an_impossible_number_is_refused(world, source, ready):
     source.publish("t1", SOURCE_IDS, TOKENS, ready_tokens=ready)
     (refused,) = source.received(wk.PublishRefused)
     assert refused.code is Code.BLOCKS_INVALID
-
-
-def test_blocks_of_another_mapping_of_the_memory_end_the_transfer(world, source, sink):
-    ticket = pull(sink, publish(source, ready=8))
-    blocks = {"full": PackedBlocks(pack_ids(SOURCE_IDS[2:]))}
-    source.say(wk.Ready(transfer_id="t1", blocks=blocks, incarnation="before", ready_tokens=-1))
-    assert source.received(wk.Released)[0].why is Code.RANK_LOST
-    assert sink.ended(ticket).code is Code.RELEASED
 
 
 def test_a_source_that_answers_without_progress_fails_that_pull(world, source, sink, monkeypatch):
@@ -376,7 +346,7 @@ def test_what_became_ready_while_a_piece_was_read_is_read_at_once(world, source,
     world.hold_network = True
     mover.work()
     assert progress_of(sink) == [8]
-    assert pieces_of(mover)[-1].num_tokens == 16
+    assert mover.started[-1].num_tokens == 16
     mover.work()
     assert progress_of(sink) == [8, 16]
     mover.hold, world.hold_network = False, False
@@ -438,9 +408,9 @@ def test_what_the_reader_has_already_is_not_read(world, source, sink):
     mover = mover_of(sink)
     mover.hold = True
     ticket = pull(sink, publish(source, ready=6), first=8)
-    assert not pieces_of(mover)
+    assert not mover.started
     extend(source, 6, 14)
-    (piece,) = pieces_of(mover)
+    (piece,) = mover.started
     assert (piece.local["full"].first_token, piece.num_tokens, piece.ticket) == (8, 12, None)
     mover.hold = False
     mover.work()
@@ -473,7 +443,15 @@ def test_a_peer_that_keeps_a_request_too_long_is_not_taken_for_silent(world, sou
     node, replies = sink.host.node, []
     settle = node.peers.request_settled
     node.peers.request_settled = lambda asked, reply: [settle(asked, reply), replies.append(reply)]
-    held = pull_request(sink, unpublished(source), node.peer_requests.next_id())
+    held = GrantRequest(
+        request=node.peer_requests.next_id(),
+        grant="waits",
+        ref=unpublished(source),
+        consumer=Consumer(sink.spec.engine_id, sink.spec.generation, sink.spec.rank, 1),
+        reads=(),
+        wait_s=60.0,
+        after_tokens=0,
+    )
     node.peers.request(source.host.endpoint, held, 7.0, 0, waits=True)
     world.advance(0.0)  # it greets the peer
     world.advance(7.1)
@@ -481,14 +459,6 @@ def test_a_peer_that_keeps_a_request_too_long_is_not_taken_for_silent(world, sou
         (Code.DEADLINE, True)
     ]
     assert [peer.state for peer in sink.host.node.snapshot().peers] == ["up"]
-
-
-def pull_request(sink: Worker, ref: TransferRef, request: int = 0) -> GrantRequest:
-    """Return a request for a grant that waits for a transfer that is not published."""
-    consumer = Consumer(sink.spec.engine_id, sink.spec.generation, sink.spec.rank, 1)
-    return GrantRequest(
-        request=request, grant="waits", ref=ref, consumer=consumer, reads=(), wait_s=60.0, after_tokens=0
-    )
 
 
 def unpublished(source: Worker, transfer_id: str = "t1") -> TransferRef:
@@ -529,7 +499,7 @@ def test_a_request_that_waits_here_holds_what_is_written_meanwhile(world, source
     world.hold_network = True  # the pull has the grant that was prepared
     mover_of(sink).hold = True
     ticket = pull(sink, unpublished(source))
-    (piece,) = pieces_of(mover_of(sink))
+    (piece,) = mover_of(sink).started
     assert piece.num_tokens == 8  # which was ready then
     world.hold_network = False
     mover_of(sink).hold = False
@@ -573,7 +543,7 @@ def test_a_delivery_counts_every_piece(world, source, sink):
     extend(source, 8, 16)
     mover_of(sink).hold = True
     extend(source, 16, TOKENS)
-    assert pieces_of(mover_of(sink))[-1].before == mv.PiecesRead(bytes=2, runs=2, wire_s=0.0)
+    assert mover_of(sink).started[-1].before == mv.PiecesRead(bytes=2, runs=2, wire_s=0.0)
     read_slowly(world, sink, 0.5)
     delivered = sink.ended(ticket)
     assert (delivered.bytes, delivered.runs) == (3, 3)
@@ -603,13 +573,6 @@ def test_a_pull_that_waits_says_for_what(world, source, sink):
     world.advance(10.0)
     (running,) = sink.host.node.snapshot().pulls
     assert "has published none of that id" in running.waits
-
-
-def end_read(sink: Worker, **outcome: object) -> None:
-    """Have the mover report the end of the piece that it holds."""
-    mover = mover_of(sink)
-    start = mover.started.popleft()
-    mover.say(mv.PullDone(pull=start.pull, outcome=mv.PullOutcome(**{"delivered": False} | outcome)))
 
 
 def test_what_is_given_up_is_not_asked_again(world, source, sink):
