@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -45,3 +47,28 @@ def over_unix(config: Config) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         "http://kvxferd", connector=aiohttp.UnixConnector(path=config.control.socket)
     )
+
+
+@dataclass(frozen=True)
+class ServedNode:
+    """A node that is served, and clients of its TCP address and of its control socket."""
+
+    node: StillNode
+    config: Config
+    server: HttpServer
+    tcp: aiohttp.ClientSession
+    unix: aiohttp.ClientSession
+
+
+@asynccontextmanager
+async def served(config: Config, node: StillNode | None = None) -> AsyncIterator[ServedNode]:
+    """Serve a node, until the end."""
+    node = node or StillNode()
+    async with serving(config, node) as server, over_tcp(server) as tcp, over_unix(config) as unix:
+        yield ServedNode(node, config, server, tcp, unix)
+
+
+async def ask(client: aiohttp.ClientSession, path: str, method: str = "GET", **how: Any) -> tuple[int, Any]:
+    """Return the status of a reply, and what its JSON holds, or its text."""
+    async with client.request(method, path, **how) as reply:
+        return reply.status, await (reply.json() if "json" in reply.content_type else reply.text())

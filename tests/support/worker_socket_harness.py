@@ -11,6 +11,7 @@ from typing import Any
 from kvxferd.config import WorkerConfig
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
+from kvxferd.errors import Code
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker as wk
@@ -34,11 +35,16 @@ class Listening:
         self.workers, self.path, self.received = workers, path, received
         self.opened: list[socket.socket] = []
 
-    async def session(self) -> socket.socket:
-        """A session that has said hello."""
+    async def connection(self) -> socket.socket:
+        """A connection that has said nothing."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         await asyncio.get_running_loop().sock_connect(connection, self.path)
         self.opened.append(connection)
+        return connection
+
+    async def session(self) -> socket.socket:
+        """A session that has said hello."""
+        connection = await self.connection()
         await self.say(connection, wk.Hello(versions=wk.WORKER_VERSIONS, client="x"))
         return connection
 
@@ -54,26 +60,30 @@ class Listening:
         sent = socket.send_fds(connection, [content], list(fds))
         await asyncio.get_running_loop().sock_sendall(connection, content[sent:])
 
-    async def event(self, kind: type) -> ev.Event:
+    async def event(self, kind: type) -> Any:
+        """The next event of this kind."""
         while True:
-            event = await asyncio.wait_for(self.received.get(), 5)
+            event = await asyncio.wait_for(self.received.get(), 20)
             if isinstance(event, kind):
                 return event
 
     async def said(self, message: type) -> ev.WorkerMessage:
         """The event of such a message."""
         while True:
-            event = await self.event(ev.WorkerMessage)
-            assert isinstance(event, ev.WorkerMessage)
+            event: ev.WorkerMessage = await self.event(ev.WorkerMessage)
             if isinstance(event.message, message):
                 return event
 
-    async def farewell(self, connection: socket.socket) -> wk.Farewell:
-        content = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1 << 16), 5)
+    async def heard(self, connection: socket.socket) -> Message:
+        """What the socket says last there."""
+        content = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1 << 16), 20)
         *_, frame = FrameDecoder().feed(content)
-        message = DAEMON_MESSAGES.decode(frame.payload)
+        return DAEMON_MESSAGES.decode(frame.payload)
+
+    async def code_of_farewell(self, connection: socket.socket) -> Code:
+        message = await self.heard(connection)
         assert isinstance(message, wk.Farewell)
-        return message
+        return message.code
 
 
 @asynccontextmanager

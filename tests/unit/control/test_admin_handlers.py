@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
-import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 
-from kvxferd.config import LogConfig
 from kvxferd.control.http_routes import ROUTES, Access
-from tests.support.http_harness import config_in, over_tcp, over_unix, serving
-from tests.support.log_stream import log_to
-from tests.support.node_samples import PEER, StillNode
+from tests.support.http_harness import ServedNode, ask, config_in, served
+from tests.support.log_stream import json_log
+from tests.support.node_samples import PEER
 from tests.support.other_user import NOBODY, needs_root, open_directory, script
 
 ADMIN_ROUTES = [route for route in ROUTES if route.access is Access.ADMIN]
@@ -54,78 +49,49 @@ print(connection.recv(65536).split()[1].decode())
         ("/v1/pulls/cancel", {"pull": "seven"}, 400, "bad-request"),
     ],
 )
-async def test_names_come_as_json_or_in_the_query(tmp_path: Path, path, asked, status, answer) -> None:
-    config = config_in(tmp_path)
-    async with serving(config, StillNode()), over_unix(config) as client:
-        query = {name: str(value) for name, value in asked.items()}
-        for given in ({"data": json.dumps(asked)}, {"params": query}):
-            async with client.post(path, **given) as response:
-                got = await response.json()
-                assert response.status == status, got
-                if isinstance(answer, str):
-                    assert got["error"]["code"] == answer
-                    assert got["error"]["message"].startswith("cannot ")
-                else:
-                    assert got == answer
+async def test_names_come_as_json_or_in_the_query(http: ServedNode, path, asked, status, answer) -> None:
+    query = {name: str(value) for name, value in asked.items()}
+    for given in ({"data": json.dumps(asked)}, {"params": query}):
+        got = await ask(http.unix, path, "POST", **given)
+        if isinstance(answer, str):
+            assert (got[0], got[1]["error"]["code"]) == (status, answer)
+            assert got[1]["error"]["message"].startswith("cannot ")
+        else:
+            assert got == (status, answer)
 
 
-async def test_a_drain_that_is_waited_for_says_what_it_left(tmp_path: Path) -> None:
-    config, node = config_in(tmp_path), StillNode()
-    async with serving(config, node), over_unix(config) as client:
-        got = await (await client.post("/v1/drain", params={"wait": "true"})).json()
-    assert node.draining
+async def test_a_drain_that_is_waited_for_says_what_it_left(http: ServedNode) -> None:
+    _, got = await ask(http.unix, "/v1/drain", "POST", params={"wait": "true"})
+    assert http.node.draining
     assert got["drained"] is False
     assert [t["transfer_id"] for t in got["transfers"]] == ["req-1", "req-2"]
     assert len(got["pulls"]) == 1
 
 
-async def test_warnings_do_not_make_a_node_unready(tmp_path: Path) -> None:
-    config, node = config_in(tmp_path), StillNode()
-    node.warned = ["the peer socket is open"]
-    async with serving(config, node), over_unix(config) as client, client.get("/readyz") as response:
-        assert response.status == 200
-        reply = await response.json()
-        active = reply.pop("active_warnings")
-        assert reply == {"ready": True, "reasons": [], "warnings": node.warned}
-        assert [(w["kind"], w["message"], w["since"]) for w in active] == [
-            ("peer-socket-open", "the peer socket is open", 1_790_000_000.0)
-        ]
-
-
 @pytest.mark.parametrize("route", ADMIN_ROUTES, ids=lambda route: route.path)
-async def test_no_lever_is_there_over_tcp(tmp_path: Path, route) -> None:
-    async with serving(config_in(tmp_path), StillNode()) as server, over_tcp(server) as tcp:
-        refused = await tcp.request(route.method, route.path)
-        assert (refused.status, (await refused.json())["error"]["code"]) == (403, "not-allowed")
+async def test_no_lever_is_there_over_tcp(http: ServedNode, route) -> None:
+    status, refused = await ask(http.tcp, route.path, route.method)
+    assert (status, refused["error"]["code"]) == (403, "not-allowed")
 
 
 @pytest.mark.process
 @needs_root
 @pytest.mark.parametrize(
-    ("uid", "gid", "statuses"),
+    ("uid", "gid", "statuses", "of_status"),
     [
-        (NOBODY, 0, {"403"}),  # of the socket's group, so it may read
-        (0, 0, {"200", "202", "400"}),
+        (NOBODY, NOBODY, {""}, ""),  # they cannot even connect
+        (NOBODY, 0, {"403"}, "200"),  # of the socket's group, so it may read
+        (0, 0, {"200", "202", "400"}, "200"),
     ],
 )
-async def test_levers_are_for_root_and_the_daemons_user(uid, gid, statuses) -> None:
-    node = StillNode()
+async def test_levers_are_for_root_and_the_daemons_user(uid, gid, statuses, of_status) -> None:
     with open_directory() as directory:
         config = config_in(directory)
-        async with serving(config, node):
+        async with served(config) as http:
             got = {await status_as(uid, gid, config.control.socket, r.method, r.path) for r in ADMIN_ROUTES}
             assert got == statuses
-            assert await status_as(uid, gid, config.control.socket, "GET", "/v1/status") == "200"
-    assert node.draining is (uid == 0)
-
-
-@pytest.mark.process
-@needs_root
-async def test_others_cannot_even_connect() -> None:
-    with open_directory() as directory:
-        config = config_in(directory)
-        async with serving(config, StillNode()):
-            assert await status_as(NOBODY, NOBODY, config.control.socket, "GET", "/v1/status") == ""
+            assert await status_as(uid, gid, config.control.socket, "GET", "/v1/status") == of_status
+    assert http.node.draining is (uid == 0)
 
 
 async def status_as(uid: int, gid: int, *arguments: str) -> str:
@@ -137,33 +103,17 @@ async def status_as(uid: int, gid: int, *arguments: str) -> str:
     return out.decode().strip()
 
 
-@pytest.fixture
-def json_log() -> Iterator[io.StringIO]:
-    """The log of this process, errors alone and as JSON."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    stream = io.StringIO()
-    log_to(LogConfig(level="error", format="json"), stream)
-    yield stream
-    structlog.reset_defaults()
-    root.handlers, root.level = handlers, level
-
-
-async def test_each_request_for_a_change_is_logged_with_its_caller(
-    tmp_path: Path, json_log: io.StringIO
-) -> None:
-    config = config_in(tmp_path)
-    async with serving(config, StillNode()), over_unix(config) as client:
-        await client.get("/v1/status")
-        await client.post("/v1/transfers/cancel", json={"transfer_id": "req-1\u001b[2J"})
-        await client.post("/v1/pulls/cancel", params={"pull": "9", "note": "x" * 1500})
-        await client.post("/v1/drain", json={"token": "hunter2"})
-    lines = [json.loads(line) for line in json_log.getvalue().splitlines()]
+async def test_each_request_for_a_change_is_logged_with_its_caller(http: ServedNode) -> None:
+    with json_log(level="error") as log:
+        await http.unix.get("/v1/status")
+        await http.unix.post("/v1/transfers/cancel", json={"transfer_id": "req-1\u001b[2J"})
+        await http.unix.post("/v1/pulls/cancel", params={"pull": "9", "note": "x" * 1500})
+        await http.unix.post("/v1/drain", json={"token": "hunter2"})
+        lines = log.lines()
     program = Path("/proc/self/comm").read_text().strip()
     assert [line["event"] for line in lines] == ["operator request"] * 3  # at the level of errors, too
     for line in lines:
-        assert (line["uid"], line["pid"]) == (os.geteuid(), os.getpid())
-        assert line["program"] == program
+        assert (line["uid"], line["pid"], line["program"]) == (os.geteuid(), os.getpid(), program)
         assert line["arguments"].isprintable()
         assert len(line["arguments"]) <= 1000
     assert [line["request"] for line in lines] == [

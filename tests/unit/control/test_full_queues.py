@@ -12,17 +12,15 @@ import asyncio
 import socket
 import time
 
-from tests.support.early_checks import NoChecks
+from tests.support.peer_socket_harness import HELLO, NoChecks
 from kvxferd.control.peer_socket import RECEIVE_HIGH_WATER, PeerSocket
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import Versions
-from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
 
 
 GREETING = b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00" + b"NULL".ljust(20, b"\\0") + bytes(32)
 PROPERTIES = b"\\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER" + b"\\x08Identity" + bytes(4)
 READY = b"\\x05READY" + PROPERTIES
-QUESTION = encode(PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint="tcp://x:1"))
+QUESTION = encode(HELLO)
 
 
 async def main():
@@ -66,7 +64,7 @@ PROGRAM = """
 import asyncio, socket, threading
 from kvxferd.control.connection_guard import ConnectionGuard
 from kvxferd.control.peer_socket import PeerSocket
-from tests.support.early_checks import NoChecks
+from tests.support.peer_socket_harness import NoChecks
 
 
 going_on = threading.Event()

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -21,52 +22,17 @@ import zmq.asyncio
 
 from kvxferd.control import connection_guard, peer_inbox
 from kvxferd.control.connection_guard import MAX_HANDSHAKE_BYTES
-from kvxferd.control.curve_keys import CurveKeyPair, make_key
-from kvxferd.control.peer_socket import PeerSocket
+from kvxferd.control.curve_keys import make_key
 from kvxferd.control.unread_replies import UnreadReplies
 from kvxferd.control.watched_socket import WatchedSocket
-from kvxferd.core import events as ev
-from kvxferd.core.allowlist import PeerAllowlist
-from kvxferd.errors import Code
-from kvxferd.ids import Endpoint
-from kvxferd.layout import EngineSpec
-from kvxferd.layout.presets import attention_layout
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Binding, RankManifest, RegionAddress
 from kvxferd.wire.limits import MAX_PEER_REQUEST_BYTES
-from kvxferd.wire.peer import (
-    PEER_VERSIONS,
-    JoinRank,
-    ManifestReply,
-    ManifestRequest,
-    PeerHello,
-    PeerRefused,
-    RequestDone,
-)
-from tests.support.early_checks import NoChecks
-from tests.support.peer_messages import Messages
+from kvxferd.wire.peer import ManifestReply, RequestDone
+from tests.support.peer_socket_harness import HELLO, ListeningPeer, join_of
 
-REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 CURVE = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
 NULL = GREETING + b"NULL".ljust(20, b"\0") + bytes(32)
-
-
-class Node:
-    """A peer socket and what it heard."""
-
-    def __init__(self, key: CurveKeyPair | None = None, gate: NoChecks | None = None) -> None:
-        self.received = Messages()
-        trust = PeerAllowlist(own_key=key.public if key else "")
-        self.socket = PeerSocket(
-            "tcp://127.0.0.1:0", self.received.put, lambda: gate or NoChecks(), trust, key
-        )
-        self.key = key
-        self.socket.start()
-        self.port = int(self.socket.bound_endpoint.rpartition(":")[2])
-
-    async def next(self) -> ev.Event:
-        return await asyncio.wait_for(self.received.next(), 10)
 
 
 def part_of(body: bytes, *, is_last: bool = False) -> bytes:
@@ -75,22 +41,13 @@ def part_of(body: bytes, *, is_last: bool = False) -> bytes:
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> CurveKeyPair:
-    return make_key(tmp_path / "key")
+async def node(start_peer) -> ListeningPeer:
+    return start_peer()
 
 
 @pytest.fixture
-async def node():
-    made = Node()
-    yield made
-    made.socket.stop()
-
-
-@pytest.fixture
-async def keyed(key: CurveKeyPair):
-    made = Node(key)
-    yield made
-    made.socket.stop()
+async def keyed(start_peer, tmp_path: Path) -> ListeningPeer:
+    return start_peer(key=make_key(tmp_path / "key"))
 
 
 @pytest.fixture
@@ -100,16 +57,16 @@ def context() -> Iterator[zmq.asyncio.Context]:
     made.destroy(linger=0)
 
 
-def dealer_to(context: zmq.asyncio.Context, node: Node) -> zmq.asyncio.Socket:
+def dealer_to(context: zmq.asyncio.Context, node: ListeningPeer) -> zmq.asyncio.Socket:
     made = context.socket(zmq.DEALER)
     if node.key is not None:
         public = bytes.fromhex(node.key.public)
         made.curve_serverkey, made.curve_publickey, made.curve_secretkey = public, public, node.key.secret
-    made.connect(node.socket.bound_endpoint)
+    made.connect(node.address)
     return made
 
 
-def tcp_to(node: Node, first: bytes = b"") -> socket.socket:
+def tcp_to(node: ListeningPeer, first: bytes = b"") -> socket.socket:
     made = socket.create_connection(("127.0.0.1", node.port))
     made.setblocking(False)
     if first:
@@ -154,8 +111,8 @@ async def test_what_nobody_has_been_admitted_for_is_not_kept(keyed, context):
     assert all(await asyncio.gather(*map(is_ended, strangers)))
     assert resident_mib() - before < 100
     honest = dealer_to(context, keyed)
-    await honest.send(encode(REQUEST))
-    assert (await keyed.next()).message == REQUEST
+    await honest.send(encode(HELLO))
+    assert (await keyed.next()).message == HELLO
 
 
 async def test_half_open_connections_keep_no_honest_one_out(keyed, context):
@@ -164,8 +121,8 @@ async def test_half_open_connections_keep_no_honest_one_out(keyed, context):
         guard = keyed.socket._guard
         assert guard is not None
         honest = dealer_to(context, keyed)
-        await honest.send(encode(REQUEST))
-        assert (await keyed.next()).message == REQUEST
+        await honest.send(encode(HELLO))
+        assert (await keyed.next()).message == HELLO
         await until(lambda: len(guard._connections) <= connection_guard.MAX_UNFINISHED + 1, "they stay")
     finally:
         for stranger in strangers:
@@ -173,35 +130,18 @@ async def test_half_open_connections_keep_no_honest_one_out(keyed, context):
     await until(lambda: len(guard._connections) == 1, "they are counted for ever")
 
 
-async def test_one_address_has_so_many_connections_and_no_more(monkeypatch):
+async def test_one_address_has_so_many_connections_and_no_more(start_peer, monkeypatch):
     monkeypatch.setattr(connection_guard, "MAX_PER_ADDRESS", 4)
     monkeypatch.setitem(connection_guard.ConnectionGuard.__init__.__kwdefaults__, "max_per_address", 4)
-    node = Node()
-    strangers = [tcp_to(node, NULL) for _ in range(12)]
+    node = start_peer()
+    strangers = [asyncio.create_task(is_ended(tcp_to(node, NULL))) for _ in range(12)]
     try:
-        guard = node.socket._guard
-        assert guard is not None
-
-        def is_cut(stranger: socket.socket) -> bool:
-            try:
-                return not stranger.recv(4096)
-            except BlockingIOError:
-                return False
-            except ConnectionError:
-                return True
-
-        cut: set[int] = set()
-
-        def most_are_cut() -> bool:
-            cut.update(n for n, stranger in enumerate(strangers) if n not in cut and is_cut(stranger))
-            return len(cut) >= 8
-
-        await until(most_are_cut, "all of them stay")
-        await until(lambda: len(guard._connections) <= 4, "those that were cut are counted on")
+        for ended in islice(asyncio.as_completed(strangers, timeout=15), 8):
+            assert await ended
+        await until(lambda: len(node.socket._guard._connections) == 4, "those that were cut are counted on")
     finally:
-        node.socket.stop()
         for stranger in strangers:
-            stranger.close()
+            stranger.cancel()
 
 
 async def test_a_number_that_is_no_connection_by_now_costs_no_descriptor(node, tmp_path):
@@ -239,7 +179,7 @@ def command(name: bytes, properties: dict[bytes, bytes]) -> bytes:
     return b"\x04" + bytes([len(body)]) + body
 
 
-async def speaking(node: Node, properties: dict[bytes, bytes], payload: bytes) -> socket.socket:
+async def speaking(node: ListeningPeer, properties: dict[bytes, bytes], payload: bytes) -> socket.socket:
     """A connection without CURVE, spoken by hand, with one message sent.
 
     The message follows the node's READY, as libzmq's own does: until the admission is answered (one turn of
@@ -268,46 +208,30 @@ async def test_an_admission_that_takes_long_loses_no_message(node, context):
 
     node.socket._zap_socket.on_message = hold
     honest = dealer_to(context, node)
-    await honest.send(encode(REQUEST))
+    await honest.send(encode(HELLO))
     await asyncio.wait_for(waiting.wait(), 10)
-    by_hand = asyncio.create_task(speaking(node, {}, encode(REQUEST)))
+    by_hand = asyncio.create_task(speaking(node, {}, encode(HELLO)))
     await until(lambda: len(requests) == 2, "it is not asked for")
     node.socket._zap_socket.on_message = admit
     for request in requests:
         admit(*request)
     with await by_hand:
         for _ in range(2):
-            assert (await node.next()).message == REQUEST
+            assert (await node.next()).message == HELLO
 
 
 async def test_without_curve_nobody_has_a_key_whatever_they_say(node):
-    with await speaking(node, {b"User-Id": b"0a" * 32}, encode(REQUEST)):
+    with await speaking(node, {b"User-Id": b"0a" * 32}, encode(HELLO)):
         event = await node.next()
-        assert (event.message, event.key) == (REQUEST, "")
-
-
-async def send_all(connection: socket.socket, payload: bytes) -> bool:
-    """Send by a socket that does not block. False: the other side has closed it."""
-    try:
-        await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(connection, payload), 20)
-    except ConnectionError:
-        return False
-    return True
+        assert (event.message, event.key) == (HELLO, "")
 
 
 async def send_for_ever(connection: socket.socket, payload: bytes) -> None:
     """Send until the other side has closed it, with time for others between."""
-    going = True
-    while going:
-        going = await send_all(connection, payload)
-        await asyncio.sleep(0.002)
-
-
-async def until_closed(connection: socket.socket) -> None:
-    """Wait for the other side's end of it. A sender may not be told: a full window only stays full."""
     with suppress(ConnectionError):
-        while await asyncio.get_running_loop().sock_recv(connection, 4096):
-            pass
+        while True:
+            await asyncio.get_running_loop().sock_sendall(connection, payload)
+            await asyncio.sleep(0.002)
 
 
 async def test_a_message_without_end_is_not_kept(node, context):
@@ -317,12 +241,13 @@ async def test_a_message_without_end_is_not_kept(node, context):
         await until(lambda: node.socket._guard._next_check_ms() is None, "it looks though nothing comes")
         flood = asyncio.create_task(send_for_ever(greedy, part_of(b"") * 7_000))
         try:
-            await asyncio.wait_for(until_closed(greedy), 20)
+            # A sender may not be told: a full window only stays full.
+            assert await is_ended(greedy)
         finally:
             flood.cancel()
             await asyncio.gather(flood, return_exceptions=True)
-    await honest.send(encode(REQUEST))
-    assert (await node.next()).message == REQUEST
+    await honest.send(encode(HELLO))
+    assert (await node.next()).message == HELLO
 
 
 async def test_what_a_busy_loop_has_not_read_yet_shuts_nobody_out(node, context, monkeypatch):
@@ -330,18 +255,18 @@ async def test_what_a_busy_loop_has_not_read_yet_shuts_nobody_out(node, context,
     monkeypatch.setattr(connection_guard, "OPEN_CHECK_S", 0.01)
     monkeypatch.setattr(connection_guard, "MAX_INCOMPLETE_BYTES", 20_000)
     honest = dealer_to(context, node)
-    await honest.send(encode(REQUEST))
-    assert (await node.next()).message == REQUEST
+    await honest.send(encode(HELLO))
+    assert (await node.next()).message == HELLO
     await until(lambda: node.socket._guard._connections, "the guard knows of it")
     before = list(node.socket._guard._connections.values())
-    padded = encode(REQUEST) + b"\xc0" * 10_000  # refused by its decoder, on the connection that stays
+    padded = encode(HELLO) + b"\xc0" * 10_000  # refused by its decoder, on the connection that stays
     for _ in range(5):
         for _ in range(10):
             await honest.send(padded)
         await asyncio.sleep(0)
         time.sleep(0.1)  # noqa: ASYNC251 - the loop is busy
-        await honest.send(encode(REQUEST))
-        assert (await node.next()).message == REQUEST
+        await honest.send(encode(HELLO))
+        assert (await node.next()).message == HELLO
     assert list(map(id, node.socket._guard._connections.values())) == list(map(id, before))
 
 
@@ -363,18 +288,19 @@ async def test_a_message_of_many_parts_holds_no_loop(node, context, monkeypatch)
     monkeypatch.setattr("kvxferd.control.turns.LOOP_TURN_S", 1e-6)
     tick()
     with await speaking(node, {b"Socket-Type": b"DEALER"}, b"") as greedy:
-        assert await send_all(greedy, part_of(b"") * 20_000 + part_of(b"", is_last=True))
+        parts = part_of(b"") * 20_000 + part_of(b"", is_last=True)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(greedy, parts), 20)
         await until(lambda: len(turns) >= 20, "all of it was read")
         # In one turn the rest's own call may come, and one because more has arrived.
         assert max(Counter(turns).values()) <= 2, "other work runs between"
-    await honest.send(encode(REQUEST))
-    assert (await node.next()).message == REQUEST
+    await honest.send(encode(HELLO))
+    assert (await node.next()).message == HELLO
     assert not node.socket._router._is_skipping
 
 
 async def test_who_names_its_own_connection_is_not_listened_to(node):
     """A name that was another's route would bring it the answers to that one."""
-    with await speaking(node, {b"Identity": b"anybody"}, encode(REQUEST)) as stranger:
+    with await speaking(node, {b"Identity": b"anybody"}, encode(HELLO)) as stranger:
         received = b""
         while b"PeerRefused" not in received:
             came = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(stranger, 4096), 10)
@@ -402,128 +328,66 @@ async def test_a_message_that_cannot_be_taken_keeps_no_other_unread(node, contex
         for _ in range(20):
             await sender.send(b"defect")
             await sender.send(b"defect")
-            await sender.send(encode(REQUEST))
+            await sender.send(encode(HELLO))
         for _ in range(20):
-            assert (await node.next()).message == REQUEST
+            assert (await node.next()).message == HELLO
     assert [line["event"] for line in logged] == ["peer message failed"] * 40
-
-
-# --- manifests
-
-
-def manifest_of(name: str = "spread", layers: int = 2, **more: object) -> RankManifest:
-    spec = EngineSpec(name, "g1", num_layers=layers, num_kv_heads=2, **more)
-    layout = attention_layout(
-        spec=spec, layout="NHD", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8
-    )
-    regions = tuple(RegionAddress(r.region, 4096, r.size_bytes) for r in layout.regions)
-    return RankManifest(spec, layout, Binding("boot/1", b"meta", regions, "first"))
-
-
-def join_of(**more: object) -> JoinRank:
-    return JoinRank(request=7, boot="boot", manifest=manifest_of(**more), secret="s")
-
-
-async def test_a_rank_is_joined_with_its_layout_checked_elsewhere(node, context):
-    member = dealer_to(context, node)
-    for _ in range(2):  # the second is a heartbeat: it is known already
-        await member.send(encode(join_of()))
-    checked = await node.next()
-    assert isinstance(checked, ev.LayoutsChecked)
-    assert checked.layouts[0].layout == join_of().manifest.layout
-    for _ in range(2):
-        assert (await node.next()).message == join_of()
-
-
-class Closed(NoChecks):
-    """Takes no rank."""
-
-    def refusal_of_join(self, route, said, key):
-        return PeerRefused(request=said.request, code=Code.NOT_ALLOWED, message="no")
-
-
-async def test_what_may_not_be_joined_is_neither_decoded_nor_checked(context, monkeypatch):
-    monkeypatch.setattr(peer_inbox, "decode_join_rank", lambda outline: pytest.fail("it was decoded"))
-    node = Node(gate=Closed())
-    try:
-        stranger = dealer_to(context, node)
-        await stranger.send(encode(join_of(layers=2000)))
-        assert PEER_MESSAGES.decode(await asyncio.wait_for(stranger.recv(), 10)).code is Code.NOT_ALLOWED
-        assert node.received.empty()
-    finally:
-        node.socket.stop()
-
-
-async def test_an_engine_that_is_asked_for_is_read_and_one_that_is_not_is_dropped(context):
-    class Asking(NoChecks):
-        def is_request_open(self, endpoint, request):
-            return request == 5
-
-    node, router = Node(gate=Asking()), context.socket(zmq.ROUTER)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    endpoint = Endpoint(f"tcp://127.0.0.1:{port}")
-    fetch = ManifestRequest(request=5, engine_id="spread", generation="g1", wait_s=1.0)
-    try:
-        node.socket.send(endpoint, fetch)
-        route, _ = await asyncio.wait_for(router.recv_multipart(), 10)
-        for request in (4, 5):
-            reply = ManifestReply(request=request, boot="b", ranks=(manifest_of(),), num_ranks=1)
-            await router.send_multipart([route, encode(reply)])
-        assert isinstance(await node.next(), ev.LayoutsChecked)
-        assert (await node.next()).message == reply
-    finally:
-        node.socket.stop()
 
 
 # --- answers
 
 
-async def route_of(node: Node, dealer: zmq.asyncio.Socket) -> bytes:
-    await dealer.send(encode(REQUEST))
+MAX_UNREAD_BYTES = 8 << 20
+
+
+def reply_large(node: ListeningPeer, route: bytes, num_replies: int) -> None:
+    """Send answers of 2 MB each, which are made once."""
+    ranks = (join_of(num_layers=4000).manifest,) * 2
+    large = ManifestReply(request=1, boot="b", ranks=ranks, num_ranks=2)
+    for request in range(num_replies):
+        node.socket.reply(route, msgspec.structs.replace(large, request=request))
+
+
+async def route_of(node: ListeningPeer, dealer: zmq.asyncio.Socket) -> bytes:
+    await dealer.send(encode(HELLO))
     return (await node.next()).route
 
 
-def small_limits(node: Node, limit: int) -> UnreadReplies:
-    unread = node.socket._unread_replies = UnreadReplies(limit)
-    return unread
+@pytest.fixture
+async def slow(node, context) -> zmq.asyncio.Socket:
+    """A peer that takes one message, and no more until it is read. The node keeps 8 MiB for it."""
+    node.socket._unread_replies = UnreadReplies(MAX_UNREAD_BYTES)
+    made = context.socket(zmq.DEALER)
+    made.setsockopt(zmq.RCVHWM, 1)
+    made.connect(node.address)
+    return made
 
 
-async def test_answers_that_nobody_reads_do_not_pile_up(node, context):
-    deaf, other = context.socket(zmq.DEALER), dealer_to(context, node)
-    deaf.setsockopt(zmq.RCVHWM, 1)
-    deaf.connect(node.socket.bound_endpoint)
-    unread = small_limits(node, 8 << 20)
-    route, before = await route_of(node, deaf), resident_mib()
-    large = ManifestReply(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2, num_ranks=2)
-    for request in range(200):
-        node.socket.reply(route, msgspec.structs.replace(large, request=request))
-    assert unread.num_bytes <= 8 << 20
+async def test_answers_that_nobody_reads_do_not_pile_up(node, context, slow):
+    other = dealer_to(context, node)
+    route, before = await route_of(node, slow), resident_mib()
+    reply_large(node, route, 200)
+    assert node.socket._unread_replies.num_bytes <= MAX_UNREAD_BYTES
     assert resident_mib() - before < 100  # of 400
     back = await route_of(node, other)
     node.socket.reply(back, RequestDone(request=9))
     assert PEER_MESSAGES.decode(await asyncio.wait_for(other.recv(), 10)) == RequestDone(request=9)
 
 
-async def test_a_slow_reader_has_its_answer_once_it_has_read_the_last(node, context):
-    slow = context.socket(zmq.DEALER)
-    slow.setsockopt(zmq.RCVHWM, 1)
-    slow.connect(node.socket.bound_endpoint)
-    unread = small_limits(node, 8 << 20)
-    route = await route_of(node, slow)
-    large = ManifestReply(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2, num_ranks=2)
-    for request in range(50):
-        node.socket.reply(route, msgspec.structs.replace(large, request=request))
+async def test_a_slow_reader_has_its_answer_once_it_has_read_the_last(node, slow):
+    unread, route = node.socket._unread_replies, await route_of(node, slow)
+    reply_large(node, route, 50)
     read: list[int] = []
 
     async def read_on() -> None:
         while True:
             read.append(PEER_MESSAGES.decode(await slow.recv()).request)
 
-    assert not unread.has_room(route, 8 << 20)
+    assert not unread.has_room(route, MAX_UNREAD_BYTES)
     reading = asyncio.create_task(read_on())
     try:
         # libzmq says that a message is written after its reader may have read it, from another thread.
-        await until(lambda: unread.has_room(route, 8 << 20), "no room, and all is read")
+        await until(lambda: unread.has_room(route, MAX_UNREAD_BYTES), "no room, and all is read")
         node.socket.reply(route, RequestDone(request=99))
         await until(lambda: 99 in read, "the answer has not come")
     finally:

@@ -20,7 +20,7 @@ from kvxferd.control.http_rate_limit import HttpRateLimiter
 from kvxferd.control.http_server import HttpServer
 from kvxferd.records import NodeSnapshot
 from kvxferd.telemetry.warnings import NodeWarning
-from tests.support.http_harness import config_in, over_tcp, over_unix, serving
+from tests.support.http_harness import ServedNode, ask, config_in, over_tcp, over_unix, served, serving
 from tests.support.node_samples import StillNode, node_warning
 from tests.support.other_user import NOBODY, needs_root, open_directory
 
@@ -42,8 +42,8 @@ async def test_more_unfinished_requests_than_there_is_room_for_keep_nobody_out(t
         held = [await open_tcp(server) for _ in range(40)]
         for _, writer in held:
             writer.write(UNFINISHED)
-        async with over_tcp(server) as client, client.get("/healthz") as reply:
-            assert reply.status == 200
+        async with over_tcp(server) as client:
+            assert (await ask(client, "/healthz"))[0] == 200
         # Eight of sixteen are TCP's: the others have been closed.
         ends = [asyncio.create_task(reader.read(1)) for reader, _ in held]
         for end in islice(asyncio.as_completed(ends, timeout=20), 40 - 8):
@@ -101,10 +101,10 @@ async def test_users_who_fill_the_control_socket_keep_root_not_out() -> None:
                     held.send(UNFINISHED)
             finally:
                 os.seteuid(0)
-            async with over_unix(config) as client, client.get("/healthz") as reply:
-                assert reply.status == 200
-            async with over_unix(config) as client, client.post("/v1/drain") as reply:
-                assert reply.status == 202
+            async with over_unix(config) as client:
+                assert (await ask(client, "/healthz"))[0] == 200
+            async with over_unix(config) as client:
+                assert (await ask(client, "/v1/drain", "POST"))[0] == 202
 
 
 @needs_root
@@ -157,17 +157,16 @@ async def test_without_descriptors_the_operator_gets_in_and_idle_connections_giv
     ids=["nothing", "half a header", "one request"],
 )
 async def test_a_client_that_waits_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes, limit: str
+    http: ServedNode, monkeypatch: pytest.MonkeyPatch, sent: bytes, limit: str
 ) -> None:
     monkeypatch.setattr(http_connections, limit, 0.1)
     monkeypatch.setattr(http_connections, "SWEEP_S", 0.05)
-    async with serving(config_in(tmp_path), StillNode()) as server:
-        reader, writer = await open_tcp(server)
-        writer.write(sent)
-        with suppress(ConnectionError):
-            await asyncio.wait_for(reader.read(), 10)  # its end
-        assert not any(share.connections for share in server.listeners.shares)
-        writer.close()
+    reader, writer = await open_tcp(http.server)
+    writer.write(sent)
+    with suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), 10)  # its end
+    assert not any(share.connections for share in http.server.listeners.shares)
+    writer.close()
 
 
 class Large(StillNode):
@@ -182,24 +181,22 @@ async def test_a_client_that_reads_nothing_is_closed_and_costs_bounded_memory(
 ) -> None:
     monkeypatch.setattr(http_connections, "WRITE_S", 2.0)
     monkeypatch.setattr(http_connections, "SWEEP_S", 0.05)
+    loop = asyncio.get_running_loop()
     async with serving(config_in(tmp_path), Large()) as server:
         held = []
         for _ in range(7):
             client = socket.socket()
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(client, server.tcp_address)
-            await asyncio.get_running_loop().sock_sendall(client, REQUEST.replace(b"/healthz", b"/v1/status"))
+            await loop.sock_connect(client, server.tcp_address)
+            await loop.sock_sendall(client, REQUEST.replace(b"/healthz", b"/v1/status"))
             held.append(client)
-        statuses = []
-        for client in held:
-            got = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 12), 10)
-            statuses.append(int(got.split()[1]))
+        beginnings = [await asyncio.wait_for(loop.sock_recv(client, 12), 10) for client in held]
+        statuses = [int(beginning.split()[1]) for beginning in beginnings]
         assert set(statuses) == {200, 503}
         assert statuses.count(200) <= http_connections.MAX_UNSENT_BYTES // (8 << 20) + 1
-        shares = server.listeners.shares
         deadline = time.monotonic() + 10
-        while any(connection.num_unsent_bytes for share in shares for connection in share.connections):
+        while any(c.num_unsent_bytes for share in server.listeners.shares for c in share.connections):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)  # a client that reads nothing receives no end: no event to wait for
         # Closed in time: the end comes before the whole answer.
@@ -207,7 +204,7 @@ async def test_a_client_that_reads_nothing_is_closed_and_costs_bounded_memory(
             num_bytes = 0
             with client, suppress(ConnectionError):
                 while status == 200 and (
-                    chunk := await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1 << 20), 10)
+                    chunk := await asyncio.wait_for(loop.sock_recv(client, 1 << 20), 10)
                 ):
                     num_bytes += len(chunk)
             assert num_bytes < 8 << 20
@@ -224,26 +221,25 @@ async def test_a_client_that_reads_nothing_is_closed_and_costs_bounded_memory(
     ids=["line", "field", "fields", "TLS"],
 )
 async def test_headers_that_are_too_large_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, sent: bytes
+    http: ServedNode, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, sent: bytes
 ) -> None:
-    async with serving(config_in(tmp_path), StillNode()) as server:
-        reader, writer = await open_tcp(server)
-        writer.write(sent)
-        assert await status_of(reader) in (0, 400, 414, 431)
-        writer.close()
+    reader, writer = await open_tcp(http.server)
+    writer.write(sent)
+    assert await status_of(reader) in (0, 400, 414, 431)
+    writer.close()
+    await http.server.stop()
     assert "Traceback" not in caplog.text + capsys.readouterr().err
 
 
-async def test_a_body_without_end_is_cut(tmp_path: Path) -> None:
-    async with serving(config_in(tmp_path), StillNode()) as server:
-        reader, writer = await open_tcp(server)
-        writer.write(b"POST /v1/drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
-        with suppress(ConnectionError):
-            for _ in range(64):
-                writer.write(b"x" * (64 << 10))
-                await writer.drain()
-            assert await asyncio.wait_for(reader.read(), 20) is not None
-        writer.close()
+async def test_a_body_without_end_is_cut(http: ServedNode) -> None:
+    reader, writer = await open_tcp(http.server)
+    writer.write(b"POST /v1/drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
+    with suppress(ConnectionError):
+        for _ in range(64):
+            writer.write(b"x" * (64 << 10))
+            await writer.drain()
+        assert await asyncio.wait_for(reader.read(), 20) is not None
+    writer.close()
 
 
 class Counted(StillNode):
@@ -257,22 +253,17 @@ class Counted(StillNode):
 
 
 async def test_strangers_share_a_snapshot_and_an_answer_and_root_gets_its_own(tmp_path: Path) -> None:
-    config, node = config_in(tmp_path), Counted()
-    async with serving(config, node) as server, over_tcp(server) as tcp, over_unix(config) as unix:
+    async with served(config_in(tmp_path), Counted()) as http:
         started = time.monotonic()
-        bodies = set()
         for _ in range(10):
             for path in ("/metrics", "/v1/transfers", "/v1/status", "/"):
-                async with tcp.get(path) as reply:
-                    assert reply.status == 200
-                    bodies.add(await reply.read())
+                assert (await ask(http.tcp, path))[0] == 200
         possible = (time.monotonic() - started) / response_cache.MAX_AGE_S + 1
-        assert node.num_made <= possible
-        before = node.num_made
+        assert http.node.num_made <= possible
+        before = http.node.num_made
         for _ in range(10):
-            async with unix.get("/v1/status") as reply:
-                assert reply.status == 200
-        assert node.num_made == before + 10
+            assert (await ask(http.unix, "/v1/status"))[0] == 200
+        assert http.node.num_made == before + 10
 
 
 def test_a_source_has_a_pace_and_the_table_of_sources_a_limit() -> None:
@@ -290,21 +281,11 @@ def test_a_source_has_a_pace_and_the_table_of_sources_a_limit() -> None:
     assert len(pace._tokens) <= HttpRateLimiter.MAX_SOURCES
 
 
-@pytest.mark.parametrize(("limit", "want"), [(64, 12), (300, 37), (1024, 128), (65_536, 128), (-1, 128)])
-def test_http_has_an_eighth_of_the_descriptors(limit: int, want: int) -> None:
-    assert max_http_connections(limit) == want
-
-
-def test_a_limit_below_what_the_limits_need_is_a_warning() -> None:
+def test_http_and_workers_memory_share_what_a_full_node_of_these_limits_leaves_of_the_descriptors() -> None:
     limits = LimitsConfig()
     needed = fd_budget.fds_needed(limits)
+    assert [max_http_connections(limit) for limit in (64, 300, 65_536, -1)] == [12, 37, 128, 128]
+    assert [max_memory_fds_of(limits, limit) for limit in (1024, 20_000)] == [128, (20_000 - needed) // 2]
+    assert max_memory_fds_of(LimitsConfig(max_peers=8), 20_000) > max_memory_fds_of(limits, 20_000)
     assert fd_warnings(limits, needed) == []
     assert "RLIMIT_NOFILE is 300" in fd_warnings(limits, 300)[0]
-
-
-def test_workers_memory_has_what_a_full_node_of_these_limits_leaves() -> None:
-    limits = LimitsConfig()
-    needed = fd_budget.fds_needed(limits)
-    assert max_memory_fds_of(limits, 20_000) == (20_000 - needed) // 2
-    assert max_memory_fds_of(limits, 1024) == 128
-    assert max_memory_fds_of(LimitsConfig(max_peers=8), 20_000) > max_memory_fds_of(limits, 20_000)

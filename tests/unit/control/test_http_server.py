@@ -10,79 +10,73 @@ import socket
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvxferd.config import load_config
 from kvxferd.control.http_routes import ROUTES, Access
+from kvxferd.control.node_admin import terms_of_all
 from kvxferd.control.status_page import HEADERS, PAGE
 from kvxferd.errors import Code, ConfigError
+from kvxferd.ids import EngineId
+from kvxferd.plan import TransferTopology
 from kvxferd.records import NodeSnapshot
 from kvxferd.telemetry.history import record_from_json
-from tests.support.http_harness import config_in, over_tcp, over_unix, serving
+from tests.support.attention_engines import engine, layout_of, spec
+from tests.support.fetched_engine import register
+from tests.support.http_harness import ServedNode, ask, config_in, served, serving
 from tests.support.node_samples import SOURCE, StillNode, node_snapshot, records
 
 READ_ROUTES = [route.path for route in ROUTES if route.access is Access.ANYONE]
 
 
-async def test_reading_is_the_same_on_both(tmp_path: Path) -> None:
-    config = config_in(tmp_path)
-    async with serving(config, StillNode()) as server, over_tcp(server) as tcp, over_unix(config) as unix:
-        for path in (route.format(engine_id=SOURCE) for route in READ_ROUTES):
-            for client in (tcp, unix):
-                query = {"id": "req-1"} if path == "/transfers" else {}
-                async with client.get(path, params=query) as reply:
-                    assert reply.status == 200, path
-        async with tcp.get("/metrics") as reply:
-            assert reply.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-            assert "kvxferd_registered_ranks" in await reply.text()
+async def test_reading_is_the_same_on_both(http: ServedNode) -> None:
+    for path in (route.format(engine_id=SOURCE) for route in READ_ROUTES):
+        for client in (http.tcp, http.unix):
+            assert (await ask(client, path))[0] == 200, path
+    async with http.tcp.get("/metrics") as reply:
+        assert reply.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert "kvxferd_registered_ranks" in await reply.text()
 
 
-async def test_json_holds_what_the_node_said(tmp_path: Path) -> None:
-    import msgspec
-
-    config = config_in(tmp_path)
-    async with serving(config, StillNode()), over_unix(config) as client:
-        status = await (await client.get("/v1/status")).json()
-        assert msgspec.convert(status["node"], NodeSnapshot) == node_snapshot()
-        assert status["ready"] is True
-        engines = await (await client.get("/v1/engines")).json()
-        assert [engine["engine_id"] for engine in engines["engines"]] == ["decode-0", "<b>odd</b>"]
-        peers = await (await client.get("/v1/peers")).json()
-        assert peers["peers"][0]["num_grants"] == 7
-        transfers = await (await client.get("/v1/transfers")).json()
-        assert [len(transfers["transfers"]), len(transfers["pulls"])] == [2, 1]
-        history = await (await client.get("/v1/history")).json()
-        assert [record_from_json(record) for record in history["records"]] == records()
+async def test_json_holds_what_the_node_said(http: ServedNode) -> None:
+    _, status = await ask(http.unix, "/v1/status")
+    assert msgspec.convert(status["node"], NodeSnapshot) == node_snapshot()
+    assert status["ready"] is True
+    _, engines = await ask(http.unix, "/v1/engines")
+    assert [engine["engine_id"] for engine in engines["engines"]] == ["decode-0", "<b>odd</b>"]
+    _, peers = await ask(http.unix, "/v1/peers")
+    assert peers["peers"][0]["num_grants"] == 7
+    _, transfers = await ask(http.unix, "/v1/transfers")
+    assert [len(transfers["transfers"]), len(transfers["pulls"])] == [2, 1]
+    _, history = await ask(http.unix, "/v1/history")
+    assert [record_from_json(record) for record in history["records"]] == records()
 
 
-async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
-    config = config_in(tmp_path)
-    async with serving(config, StillNode(["nixl cannot be imported"])), over_unix(config) as client:
-        async with client.get("/readyz") as reply:
-            assert reply.status == 503
-            assert await reply.json() == {
-                "ready": False,
-                "reasons": ["nixl cannot be imported"],
-                "warnings": [],
-                "active_warnings": [],
-            }
-        async with client.get("/healthz") as reply:
-            assert reply.status == 200
-        async with client.get("/v1/status") as reply:
-            verdict = (await reply.json())["verdict"]
-            text = "Not ready: nixl cannot be imported."
-            assert verdict == {"level": "bad", "text": text, "remedy": ""}
+async def test_a_node_that_is_not_ready_says_why_and_a_warning_does_not_make_it_so(http: ServedNode) -> None:
+    http.node.warned = ["the peer socket is open"]
+    status, reply = await ask(http.unix, "/readyz")
+    assert status == 200
+    (warning,) = reply.pop("active_warnings")
+    assert reply == {"ready": True, "reasons": [], "warnings": http.node.warned}
+    assert (warning["kind"], warning["message"], warning["since"]) == (
+        "peer-socket-open",
+        "the peer socket is open",
+        1_790_000_000.0,
+    )
+    http.node.reasons = ["nixl cannot be imported"]
+    status, reply = await ask(http.unix, "/readyz")
+    assert (status, reply["ready"], reply["reasons"]) == (503, False, http.node.reasons)
+    assert (await ask(http.unix, "/healthz"))[0] == 200
+    _, reply = await ask(http.unix, "/v1/status")
+    assert reply["verdict"] == {"level": "bad", "text": "Not ready: nixl cannot be imported.", "remedy": ""}
 
 
-async def test_what_is_not_in_the_table_gets_a_code_and_a_sentence(tmp_path: Path) -> None:
-    config = config_in(tmp_path)
-    async with serving(config, StillNode()), over_unix(config) as client:
-        async with client.get("/v2/status") as reply:
-            assert reply.status == 404
-            assert (await reply.json())["error"]["code"] == "not-found"
-        async with client.get("/v1/drain") as reply:
-            assert reply.status == 405
-            assert reply.headers["Allow"] == "POST"
+async def test_what_is_not_in_the_table_gets_a_code_and_a_sentence(http: ServedNode) -> None:
+    status, reply = await ask(http.unix, "/v2/status")
+    assert (status, reply["error"]["code"]) == (404, "not-found")
+    async with http.unix.get("/v1/drain") as reply:
+        assert (reply.status, reply.headers["Allow"]) == (405, "POST")
 
 
 async def test_an_error_of_the_daemons_costs_one_answer(tmp_path: Path) -> None:
@@ -90,13 +84,11 @@ async def test_an_error_of_the_daemons_costs_one_answer(tmp_path: Path) -> None:
         def records(self) -> list:  # type: ignore[type-arg]
             raise ValueError("secret")
 
-    config = config_in(tmp_path)
-    async with serving(config, Broken()), over_unix(config) as client:
-        async with client.get("/v1/history") as reply:
-            assert reply.status == 500
-            assert "secret" not in await reply.text()
-        async with client.get("/v1/transfers") as reply:
-            assert reply.status == 200
+    async with served(config_in(tmp_path), Broken()) as http:
+        status, reply = await ask(http.unix, "/v1/history")
+        assert status == 500
+        assert "secret" not in str(reply)
+        assert (await ask(http.unix, "/v1/transfers"))[0] == 200
 
 
 async def test_the_control_socket_comes_and_goes(tmp_path: Path) -> None:
@@ -110,23 +102,17 @@ async def test_the_control_socket_comes_and_goes(tmp_path: Path) -> None:
     await server.stop()
 
 
-async def test_a_dead_daemons_socket_is_replaced(tmp_path: Path) -> None:
+async def test_a_dead_daemons_socket_is_replaced_and_a_living_ones_is_left_to_it(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(config.control.socket)
-    async with serving(config, StillNode()), over_unix(config) as client, client.get("/healthz") as reply:
-        assert reply.status == 200
-
-
-async def test_a_living_daemons_socket_is_left_to_it(tmp_path: Path) -> None:
-    config = config_in(tmp_path)
-    async with serving(config, StillNode()), over_unix(config) as client:
+    async with served(config) as http:
+        assert (await ask(http.unix, "/healthz"))[0] == 200
         with pytest.raises(ConfigError, match=f"process {os.getpid()}") as refused:
             async with serving(config, StillNode()):
                 pass
         assert refused.value.code is Code.ALREADY_RUNNING
-        async with client.get("/healthz") as reply:
-            assert reply.status == 200
+        assert (await ask(http.unix, "/healthz"))[0] == 200
 
 
 async def test_an_address_that_is_taken_is_named_and_nothing_is_left(tmp_path: Path) -> None:
@@ -172,36 +158,47 @@ def test_the_page_loads_nothing_and_has_no_style_or_handler_in_an_attribute() ->
         assert sink not in SCRIPT
 
 
-async def test_the_page_and_what_it_shows_over_http(tmp_path: Path) -> None:
-    config = config_in(tmp_path)
-    async with serving(config, StillNode()) as server, over_tcp(server) as tcp, over_unix(config) as unix:
-        for client in (tcp, unix):
-            async with client.get("/") as reply:
-                assert await reply.text() == PAGE
-                for name, value in HEADERS.items():
-                    assert reply.headers[name] == value
-            async with client.get("/v1/status") as reply:
-                verdict = (await reply.json())["verdict"]
-                assert verdict["level"] == "bad"
-                assert verdict["text"].startswith("Pulls fail: 1 of 3 failed in the last 20 s (33.3 %)")
+async def test_the_page_and_what_it_shows_over_http(http: ServedNode) -> None:
+    for client in (http.tcp, http.unix):
+        async with client.get("/") as reply:
+            assert await reply.text() == PAGE
+            assert {name: reply.headers[name] for name in HEADERS} == HEADERS
+        _, status = await ask(client, "/v1/status")
+        assert status["verdict"]["level"] == "bad"
+        assert status["verdict"]["text"].startswith("Pulls fail: 1 of 3 failed in the last 20 s (33.3 %)")
 
 
-async def test_samples_over_http(tmp_path: Path) -> None:
-    config = config_in(tmp_path)
-    async with serving(config, StillNode()) as server, over_tcp(server) as tcp, over_unix(config) as unix:
-        for client in (tcp, unix):
-            for query in ("", "?seconds=1", "?seconds=60", "?seconds=900", "?seconds=999999"):
-                async with client.get(f"/v1/samples{query}") as reply:
-                    assert reply.status == 200, query
-                    found = await reply.json()
-                    assert [slot and slot["delivered"] for slot in found["slots"]] == [1, None, 1]
-                    assert found["failed_pulls"][0]["code"] == "lease-expired"
-                    assert found["slowest_pulls"][0]["transfer_id"] == "req-0"
-                    (peer,) = found["peers"]
-                    assert (peer["state"], peer["failed"], peer["num_grants"]) == ("up", 1, 7)
-            for query in ("-1", "x", "", "1.5", "9999999", "\N{SUPERSCRIPT TWO}"):
-                async with client.get("/v1/samples", params={"seconds": query}) as reply:
-                    assert reply.status == 400, query
+async def test_samples_over_http(http: ServedNode) -> None:
+    for client in (http.tcp, http.unix):
+        for query in ("", "?seconds=1", "?seconds=60", "?seconds=900", "?seconds=999999"):
+            status, found = await ask(client, f"/v1/samples{query}")
+            assert status == 200, query
+            assert [slot and slot["delivered"] for slot in found["slots"]] == [1, None, 1]
+            assert found["failed_pulls"][0]["code"] == "lease-expired"
+            assert found["slowest_pulls"][0]["transfer_id"] == "req-0"
+            (peer,) = found["peers"]
+            assert (peer["state"], peer["failed"], peer["num_grants"]) == ("up", 1, 7)
+        for query in ("-1", "x", "", "1.5", "9999999", "\N{SUPERSCRIPT TWO}"):
+            assert (await ask(client, "/v1/samples", params={"seconds": query}))[0] == 400, query
+
+
+def test_the_topology_shows_the_last_used_first_as_far_as_ranks_have_room() -> None:
+    own = spec(tp=1, heads=8)
+    made = TransferTopology(own, layout_of(own))
+    for now, (name, tp) in enumerate((("many", 64), ("second", 2), ("third", 1))):
+        named = {
+            rank: (msgspec.structs.replace(own, engine_id=EngineId(name)), layout)
+            for rank, (own, layout) in engine(tp=tp, heads=8).items()
+        }
+        register(made, named)
+        [*_, known] = made.engines()
+        known.last_used = float(now)
+    shown = [(terms["engine_id"], terms["last_used_s"]) for terms in terms_of_all([made], now=10.0)]
+    assert shown == [("third", 8.0), ("second", 9.0), ("many", 10.0)]
+    assert [terms["engine_id"] for terms in terms_of_all([made], 10.0, max_ranks=6)] == ["third", "second"]
+    assert "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15] and 48 more" in made.describe(
+        EngineId("many")
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,13 +219,10 @@ async def test_samples_over_http(tmp_path: Path) -> None:
 )
 async def test_over_tcp_only_hosts_of_this_node_are_served(tmp_path: Path, host: str, status: int) -> None:
     sections = {"node.run_dir": str(tmp_path), "http.bind": "127.0.0.1:0", "http.hosts": ["node-7.example"]}
-    config = load_config(None, {}, sections)
-    async with serving(config, StillNode()) as server, over_tcp(server) as tcp, over_unix(config) as unix:
-        async with tcp.get("/v1/status", headers={"Host": host}) as reply:
-            assert reply.status == status
-            if status == 403:
-                error = (await reply.json())["error"]
-                assert error["code"] == "not-allowed"
-                assert "http.hosts" in error["message"]
-        async with unix.get("/v1/status", headers={"Host": host}) as reply:
-            assert reply.status == 200
+    async with served(load_config(None, {}, sections)) as http:
+        found, reply = await ask(http.tcp, "/v1/status", headers={"Host": host})
+        assert found == status
+        if status == 403:
+            assert reply["error"]["code"] == "not-allowed"
+            assert "http.hosts" in reply["error"]["message"]
+        assert (await ask(http.unix, "/v1/status", headers={"Host": host}))[0] == 200

@@ -14,26 +14,13 @@ from kvxferd.control.peer_inbox import PeerInbox, Sender
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
-from kvxferd.layout import EngineSpec
-from kvxferd.layout.presets import attention_layout
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress
-from kvxferd.wire.peer import PEER_VERSIONS, JoinRank, PeerHello
-from tests.support.early_checks import NoChecks
+from kvxferd.wire.common import Message
+from kvxferd.wire.peer import JoinRank, ManifestReply, PeerRefused
+from tests.support.peer_socket_harness import HELLO, NoChecks, join_of
 
-REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 MEMBER = Sender(route=b"\0abcd", key="0a" * 32, address="127.0.0.1")
 OTHER = Sender(route=b"\0efgh", key="0b" * 32, address="127.0.0.1")
-
-
-def join(name: str = "spread") -> JoinRank:
-    spec = EngineSpec(name, "g1", num_layers=2, num_kv_heads=2)
-    layout = attention_layout(
-        spec=spec, layout="NHD", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8
-    )
-    regions = tuple(RegionAddress(r.region, 4096, r.size_bytes) for r in layout.regions)
-    manifest = RankManifest(spec, layout, Binding("boot/1", b"meta", regions, "first"))
-    return JoinRank(request=7, boot="boot", manifest=manifest, secret="s")
 
 
 class Harness:
@@ -43,11 +30,12 @@ class Harness:
         self.received: asyncio.Queue[ev.Event] = asyncio.Queue()
         self.answered: list[Message] = []
         self.going_on = threading.Event()
+        self.checks = NoChecks()
         self.is_defect: Callable[[ev.Event], bool] = lambda event: False  # once
         self.num_ticks = 0
         self.removed: set[str] = set()  # keys that are in the allow-list no more
         self.inbox = PeerInbox(
-            NoChecks,
+            lambda: self.checks,
             self._on_event,
             lambda route, message: self.answered.append(message),
             lambda sender: sender.key not in self.removed,
@@ -80,10 +68,43 @@ def harness(monkeypatch) -> Iterator[Harness]:
     made.inbox.close()
 
 
-async def test_a_join_is_checked_at_the_present_time(harness):
-    """Though nothing has happened for long: what its refusal waits for may be over."""
-    harness.inbox.handle(MEMBER, encode(join()))
-    assert harness.num_ticks == 1
+async def test_a_rank_is_joined_with_its_layout_checked_and_what_is_known_already_at_once(harness):
+    harness.inbox.handle(MEMBER, encode(join_of()))
+    assert harness.num_ticks == 1, (
+        "what a refusal waits for may be over, though nothing has happened for long"
+    )
+    harness.going_on.set()
+    checked = await harness.next()
+    assert [layout.layout for layout in checked.layouts] == [join_of().manifest.layout]
+    assert (await harness.next()).message == join_of()
+    harness.inbox.handle(MEMBER, encode(join_of()))  # a heartbeat
+    assert harness.received.get_nowait().message == join_of()
+
+
+async def test_what_may_not_be_joined_is_neither_decoded_nor_checked(harness, monkeypatch):
+    class Closed(NoChecks):
+        def refusal_of_join(self, route, message, key):
+            return PeerRefused(request=message.request, code=Code.NOT_ALLOWED, message="no")
+
+    monkeypatch.setattr(peer_inbox, "decode_join_rank", lambda outline: pytest.fail("it was decoded"))
+    harness.checks = Closed()
+    harness.inbox.handle(MEMBER, encode(join_of()))
+    assert harness.answered == [PeerRefused(request=7, code=Code.NOT_ALLOWED, message="no")]
+
+
+async def test_an_engine_that_is_asked_for_is_read_and_one_that_is_not_is_dropped(harness):
+    class Asking(NoChecks):
+        def is_request_open(self, endpoint, request):
+            return request == 5
+
+    harness.checks = Asking()
+    harness.going_on.set()
+    for request in (4, 5):
+        reply = ManifestReply(request=request, boot="b", ranks=(join_of().manifest,), num_ranks=1)
+        harness.inbox.handle(Sender(endpoint=Endpoint("tcp://x:1")), encode(reply))
+    assert isinstance(await harness.next(), ev.LayoutsChecked)
+    assert (await harness.next()).message == reply
+    assert harness.received.empty()
 
 
 @pytest.mark.parametrize("defect", ["of the manifest", "of what waits first"])
@@ -91,35 +112,31 @@ async def test_what_waits_is_taken_where_what_came_before_could_not_be(harness, 
     def is_defect(event: ev.Event) -> bool:
         if defect == "of the manifest":
             return isinstance(event, ev.LayoutsChecked)
-        return isinstance(event, ev.PeerRequest) and event.message == REQUEST
+        return isinstance(event, ev.PeerRequest) and event.message == HELLO
 
     harness.is_defect = is_defect
-    harness.inbox.handle(MEMBER, encode(join()))
-    last = msgspec.structs.replace(REQUEST, request=2)
-    for request in (REQUEST, last):
+    harness.inbox.handle(MEMBER, encode(join_of()))
+    last = msgspec.structs.replace(HELLO, request=2)
+    for request in (HELLO, last):
         harness.inbox.handle(MEMBER, encode(request))
     harness.going_on.set()
     received = [await harness.next() for _ in range(2 if defect == "of the manifest" else 3)]
     assert received[-1].message == last
 
 
-async def test_a_connection_waits_for_no_work_that_could_not_be_given(harness, monkeypatch):
-    def none_left(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", none_left)
-        harness.inbox.handle(MEMBER, encode(join()))
-        harness.inbox.handle(MEMBER, encode(REQUEST))
-        assert (await harness.next()).message == REQUEST
+async def test_a_connection_waits_for_no_work_that_could_not_be_given(harness, no_thread_left):
+    with no_thread_left():
+        harness.inbox.handle(MEMBER, encode(join_of()))
+        harness.inbox.handle(MEMBER, encode(HELLO))
+        assert (await harness.next()).message == HELLO
     assert len(harness.answered) == 1
 
 
 async def test_what_has_waited_is_not_taken_from_a_key_that_was_removed_meanwhile(harness):
     """Neither the manifest nor what waits behind it; what another sends is."""
     for sender in (MEMBER, OTHER):
-        harness.inbox.handle(sender, encode(join()))
-        harness.inbox.handle(sender, encode(REQUEST))
+        harness.inbox.handle(sender, encode(join_of()))
+        harness.inbox.handle(sender, encode(HELLO))
     harness.removed.add(MEMBER.key)
     harness.going_on.set()
     assert isinstance(await harness.next(), ev.LayoutsChecked)
@@ -134,9 +151,9 @@ async def test_what_has_waited_is_not_taken_from_a_key_that_was_removed_meanwhil
 async def test_large_ranks_of_one_peer_keep_no_other_waiting(harness):
     """They are checked one after the other, while everybody else is listened to."""
     for number in range(8):
-        harness.inbox.handle(MEMBER, encode(join(f"e{number}")))
-    harness.inbox.handle(OTHER, encode(REQUEST))
-    assert (await harness.next()).message == REQUEST
+        harness.inbox.handle(MEMBER, encode(join_of(f"e{number}")))
+    harness.inbox.handle(OTHER, encode(HELLO))
+    assert (await harness.next()).message == HELLO
     harness.going_on.set()
     kinds = [type(await harness.next()) for _ in range(16)]
     assert kinds.count(ev.LayoutsChecked) == 8
@@ -144,27 +161,27 @@ async def test_large_ranks_of_one_peer_keep_no_other_waiting(harness):
 
 async def test_what_waits_behind_a_manifest_has_a_limit(harness):
     harness.inbox._deferred_bytes.limit = 4096
-    harness.inbox.handle(MEMBER, encode(join()))
+    harness.inbox.handle(MEMBER, encode(join_of()))
     for _ in range(1000):
-        harness.inbox.handle(MEMBER, encode(REQUEST))
+        harness.inbox.handle(MEMBER, encode(HELLO))
         assert harness.inbox._deferred_bytes.held <= 4096
     assert harness.inbox._deferred_bytes.held > 3000
-    harness.inbox.handle(OTHER, encode(REQUEST))
-    assert (await harness.next()).message == REQUEST
+    harness.inbox.handle(OTHER, encode(HELLO))
+    assert (await harness.next()).message == HELLO
     harness.going_on.set()
     assert isinstance(await harness.next(), ev.LayoutsChecked)
     assert isinstance((await harness.next()).message, JoinRank)
     while harness.inbox._deferred_bytes.held:
-        assert (await harness.next()).message == REQUEST
+        assert (await harness.next()).message == HELLO
 
 
 async def test_a_bad_layout_is_refused_by_the_thread(harness):
-    said = join()
+    said = join_of()
     layout = msgspec.structs.replace(said.manifest.layout, end_layer=99)
     manifest = msgspec.structs.replace(said.manifest, layout=layout)
     harness.inbox.handle(MEMBER, encode(msgspec.structs.replace(said, manifest=manifest)))
-    harness.inbox.handle(MEMBER, encode(REQUEST))
+    harness.inbox.handle(MEMBER, encode(HELLO))
     harness.going_on.set()
-    assert (await harness.next()).message == REQUEST
+    assert (await harness.next()).message == HELLO
     (refused,) = harness.answered
     assert (refused.request, refused.code) == (7, Code.LAYOUT_INVALID)

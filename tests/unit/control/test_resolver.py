@@ -8,17 +8,13 @@ import threading
 
 import pytest
 
-from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.resolver import Resolver, is_numeric, system_lookup
 from kvxferd.core import events as ev
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.limits.ledger import FairShare
 from kvxferd.ids import Endpoint
-from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
-from tests.support.early_checks import NoChecks
-from tests.support.peer_messages import Messages
+from tests.support.peer_socket_harness import HELLO
 
-REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 Answers = asyncio.Queue[tuple[str, str]]
 
 
@@ -78,26 +74,18 @@ async def test_a_name_that_moves_is_found_and_one_whose_server_is_away_is_where_
     assert await reply_of(resolver, "peer") == ("127.0.0.2", "")
 
 
-async def test_where_no_thread_can_be_had_the_name_has_no_address_and_is_asked_for_anew(servers, monkeypatch):
-    def none_left(thread):
-        raise RuntimeError("can't start new thread")
-
-    received = Messages()
-    resolver = Resolver(servers)
-    peers = PeerSocket("tcp://127.0.0.1:0", received.put, NoChecks, resolver=resolver)
-    peers.start()
-    try:
-        endpoint = Endpoint(f"tcp://peer:{peers.bound_endpoint.rpartition(':')[2]}")
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", none_left)
-            peers.send(endpoint, REQUEST)
-            unreachable = await asyncio.wait_for(received.next(), 20)
-            assert isinstance(unreachable, ev.PeerUnreachable)
-            assert "start new thread" in unreachable.reason
-        peers.send(endpoint, REQUEST)
-        assert (await asyncio.wait_for(received.next(), 20)).message == REQUEST
-    finally:
-        peers.stop()
+async def test_where_no_thread_can_be_had_the_name_has_no_address_and_is_asked_for_anew(
+    servers, start_peer, no_thread_left
+):
+    peers = start_peer(resolver=Resolver(servers))
+    endpoint = Endpoint(f"tcp://peer:{peers.port}")
+    with no_thread_left():
+        peers.socket.send(endpoint, HELLO)
+        unreachable = await peers.next()
+        assert isinstance(unreachable, ev.PeerUnreachable)
+        assert "start new thread" in unreachable.reason
+    peers.socket.send(endpoint, HELLO)
+    assert (await peers.next()).message == HELLO
 
 
 async def test_a_lookup_that_breaks_is_an_answer():
@@ -140,17 +128,32 @@ def test_the_systems_own():
     assert not is_numeric("localhost")
 
 
-async def test_a_peer_that_is_forgotten_while_it_is_looked_up_is_not_connected(servers):
-    received = Messages()
-    peers = PeerSocket("tcp://127.0.0.1:0", received.put, NoChecks, resolver=Resolver(servers))
-    peers.start()
-    try:
-        servers.addresses["silent"] = ["127.0.0.1"]
-        peers.send(Endpoint("tcp://silent:9441"), REQUEST)
-        peers.disconnect(Endpoint("tcp://silent:9441"))
-        servers.released.set()
-        assert (await reply_of(peers._resolver, "silent"))[0] == "127.0.0.1"
-        assert not peers._dealers
-        assert received.empty()
-    finally:
-        peers.stop()
+async def test_a_peer_that_is_forgotten_while_it_is_looked_up_is_not_connected_nor_reported_after_a_stop(
+    servers, start_peer
+):
+    resolver = Resolver(servers)
+    peers = start_peer(resolver=resolver)
+    servers.addresses["silent"] = ["127.0.0.1"]
+    peers.socket.send(Endpoint("tcp://silent:9441"), HELLO)
+    peers.socket.disconnect(Endpoint("tcp://silent:9441"))
+    servers.released.set()
+    assert (await reply_of(resolver, "silent"))[0] == "127.0.0.1"
+    assert not peers.socket._dealers
+    servers.released.clear()
+    peers.socket.send(Endpoint("tcp://silent-too:9441"), HELLO)
+    await asyncio.sleep(0)  # it is asked for
+    peers.stop()
+    servers.released.set()
+    assert not (await reply_of(resolver, "silent-too"))[0]
+    assert peers.received.empty()
+
+
+async def test_an_endpoint_that_libzmq_refuses_is_unreachable_and_no_more(start_peer):
+    peers = start_peer()
+    for endpoint in ("nonsense", "tcp://-x:1", peers.address):
+        peers.socket.send(Endpoint(endpoint), HELLO)
+    unreachable = []
+    while isinstance(event := await peers.next(), ev.PeerUnreachable):
+        unreachable.append(event.endpoint)
+    assert event.message == HELLO
+    assert set(unreachable) <= {"nonsense", "tcp://-x:1"}

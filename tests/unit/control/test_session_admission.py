@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator, Iterator
 import msgspec
 import pytest
 
+from kvxferd.control.session_fds import pop_mover_socket, take_mover_socket
 from kvxferd.control.turns import MESSAGES_PER_TURN
 from kvxferd.control.worker_socket import MAX_PARTIAL_BYTES, MAX_PARTIAL_FDS
 from kvxferd.core import events as ev
-from kvxferd.errors import Code
-from kvxferd.frame_socket import FrameSocket
+from kvxferd.errors import Code, EngineError
+from kvxferd.frame_socket import FrameSocket, close_fds
+from kvxferd.ids import Incarnation, TransferId
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import FdBatch, Message
@@ -36,17 +38,6 @@ def memory() -> Iterator[SealedMemory]:
         yield memory
 
 
-async def test_hello_leaves_no_descriptor_behind(socket_: Listening) -> None:
-    await socket_.session()
-    await socket_.said(wk.Hello)
-    before = num_open_fds()
-    for _ in range(8):
-        await socket_.session()
-        await socket_.said(wk.Hello)
-    # The two ends of the connection, and what tells of the worker's death.
-    assert num_open_fds() - before == 8 * 3
-
-
 @pytest.mark.parametrize(
     ("message", "num_fds", "code"),
     [
@@ -62,16 +53,15 @@ async def test_descriptors_that_do_not_go_with_a_message_end_the_session(
     connection = await socket_.session()
     await socket_.said(wk.Hello)
     await socket_.say(connection, message, *[memory.fd] * num_fds)
-    assert (await socket_.farewell(connection)).code is code
+    assert await socket_.code_of_farewell(connection) is code
 
 
 async def test_a_hello_that_shares_no_version_is_refused(socket_: Listening) -> None:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    socket_.opened.append(connection)
-    await asyncio.get_running_loop().sock_connect(connection, socket_.path)
+    connection = await socket_.connection()
     future = {"t": "Hello", "versions": [7, 9], "client": {"name": "x"}, "shape": "another"}
     await socket_.send(connection, encode_frame(msgspec.msgpack.encode(future), 0))
-    refused = await socket_.farewell(connection)
+    refused = await socket_.heard(connection)
+    assert isinstance(refused, wk.Farewell)
     assert refused.code is Code.BAD_VERSION
     assert f"version 7 to 9: this one speaks {wk.WORKER_VERSIONS}; upgrade the older" in refused.message
 
@@ -99,7 +89,6 @@ async def test_descriptors_behind_a_registration_come_once_it_is_admitted(
     socket_.workers.send(said.session, wk.FdsRequest(request=1))
     await socket_.say(connection, FdBatch(first=1), memory.fd, memory.fd)
     came = await socket_.event(ev.FdsArrived)
-    assert isinstance(came, ev.FdsArrived)
     # All three are there; that the one region needs one alone is what is wrong with them.
     assert came.problem is not None
     assert "3 came" in came.problem.message
@@ -146,7 +135,7 @@ async def test_descriptors_of_frames_that_are_not_whole_have_a_budget(
             assert num_open_fds() - before <= MAX_PARTIAL_FDS
             await asyncio.sleep(0.01)  # several turns of the loop: what is refused is closed on the next one
     assert num_open_fds() - before <= MAX_PARTIAL_FDS
-    codes = [(await socket_.farewell(c)).code for c in connections if _is_readable(c)]
+    codes = [await socket_.code_of_farewell(c) for c in connections if _is_readable(c)]
     assert codes
     assert set(codes) == {Code.BUSY}
 
@@ -176,9 +165,9 @@ async def test_an_attachment_brings_no_descriptors(socket_: Listening, memory: S
     await socket_.say(connection, wk.Attach(request=1, engine_id="e", generation="g"))
     session = (await socket_.said(wk.Attach)).session
     socket_.workers.send(session, wk.Registered(request=1, endpoint="tcp://h:1"))
-    await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
+    await socket_.heard(connection)
     await socket_.say(connection, FdBatch(first=0), memory.fd)
-    assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE
+    assert await socket_.code_of_farewell(connection) is Code.OUT_OF_PLACE
 
 
 async def test_another_registration_while_descriptors_are_awaited_ends_the_session(
@@ -189,9 +178,9 @@ async def test_another_registration_while_descriptors_are_awaited_ends_the_sessi
     await socket_.register(connection, 3, memory.fd)
     session = (await socket_.said(wk.Register)).session
     socket_.workers.send(session, wk.FdsRequest(request=1))
-    await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
+    await socket_.heard(connection)
     await socket_.register(connection, 2, memory.fd)
-    assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE
+    assert await socket_.code_of_farewell(connection) is Code.OUT_OF_PLACE
 
 
 async def test_a_rank_that_resumes_keeps_the_socket_that_it_registered_with(
@@ -228,10 +217,6 @@ def pair() -> Iterator[tuple[socket.socket, FrameSocket]]:
     link.close()
 
 
-def not_over() -> bool:
-    return False
-
-
 def test_a_turn_takes_so_many_frames_and_the_next_goes_on(pair: tuple[socket.socket, FrameSocket]) -> None:
     theirs, link = pair
     theirs.sendall(b"".join(encode_frame(number.to_bytes(4, "little")) for number in range(NUM)))
@@ -239,7 +224,9 @@ def test_a_turn_takes_so_many_frames_and_the_next_goes_on(pair: tuple[socket.soc
     while len(taken) < NUM:
         before = len(taken)
         link.handle_frames(
-            lambda frame: taken.append(int.from_bytes(frame.payload, "little")), MESSAGES_PER_TURN, not_over
+            lambda frame: taken.append(int.from_bytes(frame.payload, "little")),
+            MESSAGES_PER_TURN,
+            lambda: False,
         )
         turns += 1
         assert len(taken) - before <= MESSAGES_PER_TURN
@@ -268,7 +255,114 @@ def test_frames_that_nobody_takes_are_closed(pair: tuple[socket.socket, FrameSoc
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        link.handle_frames(stop_at, MESSAGES_PER_TURN, not_over)
+        link.handle_frames(stop_at, MESSAGES_PER_TURN, lambda: False)
     link.close()
     assert os.read(read, 1) == b"", "the writing end is open"
     os.close(read)
+
+
+# --- each descriptor of a frame is closed once: what others open behind an error stays open
+
+
+NUM_OTHERS = 32
+
+
+def is_open(fd: int) -> bool:
+    return os.path.exists(f"/proc/self/fd/{fd}")
+
+
+@pytest.fixture
+async def closing_once() -> AsyncIterator[Listening]:
+    """The daemon ends the test's one session, leaves nothing of it open, and closes nothing of others.
+
+    Others open descriptors between a session's end and its release: they get the free numbers.
+    """
+    others: list[int] = []
+
+    def open_others(event: ev.Event) -> None:
+        if isinstance(event, ev.WorkerDisconnected):
+            others.extend(os.memfd_create("other") for _ in range(NUM_OTHERS))
+
+    async with listening(on_event=open_others) as socket_:
+        before = num_open_fds()
+        yield socket_
+        await socket_.event(ev.WorkerDisconnected)
+        for _ in range(3):  # it is released on the loop's next turn
+            await asyncio.sleep(0)
+        assert not socket_.workers._connections
+        for connection in socket_.opened:
+            connection.close()
+        assert all(map(is_open, others))
+        close_fds(others)
+        assert num_open_fds() == before
+
+
+async def admitted(socket_: Listening, memory: SealedMemory, num_descriptors: int) -> socket.socket:
+    """A session whose registration has its first descriptor; the others are wanted."""
+    connection = await socket_.session()
+    await socket_.register(connection, num_descriptors, memory.fd)
+    session = (await socket_.said(wk.Register)).session
+    socket_.workers.send(session, wk.FdsRequest(request=1))
+    return connection
+
+
+async def test_a_part_beyond_the_share_is_closed_once(closing_once: Listening, memory: SealedMemory) -> None:
+    connection = await admitted(closing_once, memory, num_descriptors=4)
+    closing_once.workers._fds.shares.limit = 1  # the part is kept and counted, and then too much
+    await closing_once.say(connection, FdBatch(first=1), *[memory.fd] * 8)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+async def test_a_part_that_cannot_be_placed_is_closed_with_what_came_before(
+    closing_once: Listening, memory: SealedMemory, first: int
+) -> None:
+    """A new start without descriptors, and one with a gap."""
+    connection = await admitted(closing_once, memory, num_descriptors=40)
+    await closing_once.say(connection, FdBatch(first=1), *[memory.fd] * 8)
+    await closing_once.said(FdBatch)
+    await closing_once.say(connection, FdBatch(first=first), *[memory.fd] * first)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [wk.NewMover(), register(), wk.Ready(transfer_id=TransferId("t"), incarnation=Incarnation("i"))],
+    ids=lambda m: type(m).__name__,
+)
+@pytest.mark.parametrize("count", [2, 5])
+async def test_whatever_is_wrong_with_a_frame_it_leaves_nothing_open_and_closes_nothing_twice(
+    closing_once: Listening, memory: SealedMemory, message: Message, count: int
+) -> None:
+    connection = await closing_once.session()
+    await closing_once.say(connection, message, *[memory.fd] * count)
+    connection.shutdown(socket.SHUT_WR)
+
+
+def pipe_end() -> int:
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
+
+
+def datagram_end() -> int:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).detach()
+
+
+@pytest.mark.parametrize("make", [pipe_end, datagram_end])
+def test_a_descriptor_that_is_no_movers_socket_stays_in_the_list(make) -> None:
+    fds = [pipe_end(), make()]
+    before = list(fds)
+    message = wk.Resume(request=1, incarnation=Incarnation("i"), regions=(), placement="resident")
+    with pytest.raises(EngineError, match="a Unix stream"):
+        take_mover_socket(message, fds)
+    assert fds == before
+    assert all(map(is_open, fds))
+    close_fds(fds)
+
+
+def test_a_movers_socket_is_taken_out() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        fds = [pipe_end(), ours.detach()]
+        with pop_mover_socket(fds):
+            assert len(fds) == 1
+        close_fds(fds)

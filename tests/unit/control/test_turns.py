@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from hypothesis import given
@@ -43,82 +43,70 @@ def test_users_take_turns_and_each_users_items_stay_in_order(users: list[str]) -
 # --- one thread for slow work, in which nobody's work waits for all of another's
 
 
-async def test_each_client_in_turn():
-    worker, done, begin = FairThread("test"), asyncio.Queue[object](), threading.Event()
-    try:
-        worker.submit("busy", lambda: begin.wait(10), done.put_nowait)
-        for number in range(3):
-            worker.submit("busy", lambda number=number: f"busy {number}", done.put_nowait)
-        worker.submit("other", lambda: "other", done.put_nowait)
-        begin.set()
-        order = [await asyncio.wait_for(done.get(), 20) for _ in range(5)]
-        assert order.index("other") <= 2
-        assert [name for name in order if str(name).startswith("busy")] == ["busy 0", "busy 1", "busy 2"]
-    finally:
-        worker.close()
+Jobs = tuple[FairThread, asyncio.Queue[object]]
 
 
-async def test_what_is_raised_is_handed_over_and_the_next_is_done():
-    worker, done = FairThread("test"), asyncio.Queue[object]()
-    try:
-        worker.submit("a", lambda: 1 // 0, done.put_nowait)
-        worker.submit("a", lambda: 7, done.put_nowait)
-        assert isinstance(await asyncio.wait_for(done.get(), 20), ZeroDivisionError)
-        assert await asyncio.wait_for(done.get(), 20) == 7
-    finally:
-        worker.close()
-    for thread in threading.enumerate():
-        if thread.name.startswith("test"):
-            thread.join(10)
-            assert not thread.is_alive()
+@pytest.fixture
+async def jobs() -> AsyncIterator[Jobs]:
+    """The thread, and what its jobs have come to."""
+    worker = FairThread("test")
+    yield worker, asyncio.Queue()
+    worker.close()
 
 
-async def test_a_close_waits_for_no_job_and_drops_the_others():
-    worker, begun, go_on, ran = FairThread("test"), asyncio.Event(), threading.Event(), list[object]()
-    loop = asyncio.get_running_loop()
+async def next_of(done: asyncio.Queue[object]) -> object:
+    return await asyncio.wait_for(done.get(), 20)
+
+
+async def test_each_client_in_turn(jobs: Jobs) -> None:
+    (worker, done), begin = jobs, threading.Event()
+    worker.submit("busy", lambda: begin.wait(10), done.put_nowait)
+    for number in range(3):
+        worker.submit("busy", lambda number=number: f"busy {number}", done.put_nowait)
+    worker.submit("other", lambda: "other", done.put_nowait)
+    begin.set()
+    assert [await next_of(done) for _ in range(5)] == [True, "other", "busy 0", "busy 1", "busy 2"]
+
+
+async def test_what_is_raised_is_handed_over_and_the_next_is_done(jobs: Jobs, no_thread_left) -> None:
+    worker, done = jobs
+    with no_thread_left():
+        worker.submit("a", lambda: 6, done.put_nowait)
+        assert isinstance(await next_of(done), BusyError)
+    worker.submit("a", lambda: 1 // 0, done.put_nowait)
+    worker.submit("a", lambda: 7, done.put_nowait)
+    assert isinstance(await next_of(done), ZeroDivisionError)
+    assert await next_of(done) == 7
+
+
+async def test_a_close_waits_for_no_job_and_drops_the_others(jobs: Jobs) -> None:
+    (worker, done), begun, go_on = jobs, threading.Event(), threading.Event()
 
     def work() -> None:
-        loop.call_soon_threadsafe(begun.set)
+        begun.set()
         go_on.wait(20)
 
-    for job in (work, lambda: ran.append("second")):
-        worker.submit("a", job, ran.append)
-    await asyncio.wait_for(begun.wait(), 20)
+    worker.submit("a", work, done.put_nowait)
+    worker.submit("a", lambda: "second", done.put_nowait)
+    assert await asyncio.to_thread(begun.wait, 20)
     worker.close()
     go_on.set()
-    for _ in range(5):
-        await asyncio.sleep(0.01)
-    assert ran == []
+    for thread in threading.enumerate():
+        if thread.name.startswith("test"):
+            await asyncio.to_thread(thread.join, 20)
+            assert not thread.is_alive()
+    await asyncio.sleep(0)  # a turn of the loop, in which an outcome would be handed over
+    assert done.empty()
 
 
-async def test_the_thread_rests_as_long_as_it_has_worked(monkeypatch):
-    worker, done = FairThread("test"), asyncio.Queue[float]()
+async def test_the_thread_rests_as_long_as_it_has_worked(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, done = jobs
     worked = itertools.cycle((0.0, 0.1))
     monkeypatch.setattr("kvxferd.control.fair_thread.time.thread_time", lambda: next(worked))
-    try:
-        for client in "ab":
-            worker.submit(client, time.monotonic, done.put_nowait)
-        first, second = [await asyncio.wait_for(done.get(), 20) for _ in "ab"]
-        assert second - first >= 0.1
-    finally:
-        worker.close()
-
-
-async def test_where_no_thread_can_be_had_the_work_has_failed_and_the_next_asks_again(monkeypatch):
-    worker, done = FairThread("test"), asyncio.Queue[object]()
-
-    def none_left(thread):
-        raise RuntimeError("can't start new thread")
-
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", none_left)
-            worker.submit("a", lambda: 6, done.put_nowait)
-            assert isinstance(await asyncio.wait_for(done.get(), 20), BusyError)
-        worker.submit("a", lambda: 7, done.put_nowait)
-        assert await asyncio.wait_for(done.get(), 20) == 7
-    finally:
-        worker.close()
+    for client in "ab":
+        worker.submit(client, time.monotonic, done.put_nowait)
+    first, second = [await next_of(done) for _ in "ab"]
+    assert second - first >= 0.1
 
 
 # --- sessions and peers share a turn of the loop: none of a user's many keeps another user's from being read

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import sys
 
 import pytest
 
 from kvxferd import unix_socket
+from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
-from kvxferd.wire.codec import DAEMON_MESSAGES
-from kvxferd.wire.framing import HEADER, FrameDecoder
+from kvxferd.wire.limits import MAX_FRAME_BYTES
 from tests.support.other_user import NOBODY, needs_root, script
 from tests.support.worker_socket_harness import listening
 
@@ -74,27 +75,25 @@ async def test_users_and_groups(config, uid, gid, answer):
 
 async def test_a_connection_too_many_is_told_so():
     async with listening(max_sessions=2) as found:
-        path, received = found.path, found.received
-        first = [await connect(path) for _ in range(2)]
+        first = [await found.connection() for _ in range(2)]
         for _ in first:
-            assert isinstance(await asyncio.wait_for(received.get(), 20), ev.WorkerConnected)
-        third = await connect(path)
-        farewell = DAEMON_MESSAGES.decode((await receive(third))[HEADER.size :])
+            await found.event(ev.WorkerConnected)
+        farewell = await found.heard(await found.connection())
         assert (farewell.code, "limits.max_sessions" in farewell.message) == (Code.BUSY, True)
         first[0].close()
-        assert isinstance(await asyncio.wait_for(received.get(), 20), ev.WorkerDisconnected)
-        await connect(path)
-        assert isinstance(await asyncio.wait_for(received.get(), 20), ev.WorkerConnected)
+        await found.event(ev.WorkerDisconnected)
+        await found.connection()
+        await found.event(ev.WorkerConnected)
 
 
 async def test_who_never_reads_is_disconnected_and_the_others_are_served():
     async with listening() as found:
-        workers, path, received = found.workers, found.path, found.received
-        deaf, other = await connect(path), await connect(path)
-        sessions = [(await asyncio.wait_for(received.get(), 20)).session for _ in range(2)]
+        workers, received = found.workers, found.received
+        deaf, other = await found.connection(), await found.connection()
+        sessions = [(await found.event(ev.WorkerConnected)).session for _ in range(2)]
         for session, connection in zip(sessions, (deaf, other), strict=True):  # who is admitted may be slow
             workers.send(session, wk.Registered(request=1, endpoint="tcp://10.0.0.1:1"))
-            assert await receive(connection)
+            assert await found.heard(connection)
         # 4 KiB each: past the socket's buffer they are kept, and 32 MiB of them are enough.
         event = wk.PublishRefused(transfer_id="t", code=Code.INTERNAL, message="x" * 4000)
         num_sent = 0
@@ -106,25 +105,43 @@ async def test_who_never_reads_is_disconnected_and_the_others_are_served():
         assert received.get_nowait() == ev.WorkerDisconnected(sessions[0])
         workers.send(sessions[0], event)  # who is gone gets nothing
         workers.send(sessions[1], event)
-        (frame,) = FrameDecoder().feed(await receive(other))
-        assert DAEMON_MESSAGES.decode(frame.payload) == event
-        deaf.close()
+        assert await found.heard(other) == event
 
 
-async def connect(path: str) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    await asyncio.get_running_loop().sock_connect(made, path)
-    return made
+async def test_a_message_too_long_for_a_frame_ends_the_session_it_is_for():
+    async with listening() as found:
+        await found.connection()
+        session = (await found.event(ev.WorkerConnected)).session
+        found.workers.send(session, wk.Farewell(code=Code.INTERNAL, message="x" * MAX_FRAME_BYTES))
+        assert await found.event(ev.WorkerDisconnected) == ev.WorkerDisconnected(session)
 
 
-async def receive(connection: socket.socket) -> bytes:
-    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1 << 20), 20)
+async def test_without_descriptors_it_waits_and_does_not_spin(monkeypatch: pytest.MonkeyPatch):
+    tried, num_accepts, accept = asyncio.Event(), 0, WorkerSocket._accept
+
+    def accept_counted(workers: WorkerSocket) -> None:
+        nonlocal num_accepts
+        num_accepts += 1
+        tried.set()
+        accept(workers)
+
+    monkeypatch.setattr(WorkerSocket, "_accept", accept_counted)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with listening() as found:
+        await found.connection()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            await asyncio.wait_for(tried.wait(), 20)
+            for _ in range(50):
+                await asyncio.sleep(0)  # turns of the loop in which it could try again
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await found.event(ev.WorkerConnected)
+    assert num_accepts <= 3
 
 
 # --- A worker's death ends its session, whoever else holds its socket: real forks, real sockets
 
-
-WAIT_S = 10.0
 
 # Connects and forks. The child keeps the socket until its standard input ends; the parent says a last
 # word and is gone.
@@ -139,22 +156,16 @@ sys.stdin.read()
 """
 
 
-async def next_of(received: asyncio.Queue[ev.Event]) -> ev.Event:
-    return await asyncio.wait_for(received.get(), WAIT_S)
-
-
 @pytest.mark.process
 async def test_a_forked_child_that_holds_the_socket_does_not_keep_the_session():
     async with listening() as found:
-        received = found.received
         held, holds = os.pipe()
         command = (sys.executable, "-c", FORKED, found.path, "00")
         worker = await asyncio.create_subprocess_exec(*command, stdin=held)
         os.close(held)
         try:
-            opened = await next_of(received)
-            assert isinstance(opened, ev.WorkerConnected)
-            assert await next_of(received) == ev.WorkerDisconnected(opened.session)
+            opened = await found.event(ev.WorkerConnected)
+            assert await found.event(ev.WorkerDisconnected) == ev.WorkerDisconnected(opened.session)
         finally:
             os.close(holds)
             await worker.wait()

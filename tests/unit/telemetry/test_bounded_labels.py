@@ -10,6 +10,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineId
 from kvxferd.records import ServedRecord
 from kvxferd.telemetry.bounded_labels import (
@@ -80,6 +81,7 @@ def test_pulls_and_acknowledgements_are_counted_by_pair_and_by_peer() -> None:
     metrics = Metrics(by_engine=True, by_peer=True)
     evil = msgspec.structs.replace(pull_record(), source=EngineId('a"}\n1 <b>\x1b[31m'))
     metrics.record(evil)
+    metrics.record(msgspec.structs.replace(evil, outcome="failed", code=Code.DEADLINE))
     served = ServedRecord(
         source=EngineId("p"), sink=EngineId("d"), peer=Endpoint("tcp://10.0.0.9:1"), bytes=7
     )
@@ -88,7 +90,8 @@ def test_pulls_and_acknowledgements_are_counted_by_pair_and_by_peer() -> None:
     assert (
         'kvxferd_engine_pulls_total{outcome="delivered",sink="decode-0",source="a___1__b__[31m"} 1.0' in text
     )
-    assert 'kvxferd_engine_pulls_total{outcome="failed",sink="decode-0",source="a___1__b__[31m"} 0.0' in text
+    assert 'kvxferd_engine_pulls_total{outcome="failed",sink="decode-0",source="a___1__b__[31m"} 1.0' in text
+    assert 'kvxferd_engine_pulled_bytes_total{sink="decode-0",source="a___1__b__[31m"} 1.048576e+06' in text
     assert 'kvxferd_engine_served_bytes_total{sink="d",source="p"} 7.0' in text
     assert 'kvxferd_peer_served_pulls_total{peer="10.0.0.9:1"} 1.0' in text
     for number in range(2 * MAX_NAMES):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 from collections import Counter
 
@@ -11,7 +9,6 @@ import msgspec
 import pytest
 import structlog
 
-from kvxferd.config import LogConfig
 from kvxferd.records import PlacementRecord
 from kvxferd.telemetry import log_limits
 from kvxferd.telemetry.log_buffer import LogCounts
@@ -23,27 +20,16 @@ from kvxferd.telemetry.log_limits import (
     LogRateLimiter,
 )
 from kvxferd.telemetry.logs import log_record, operator_log, set_log_level
-from tests.support.log_stream import log_to
+from tests.support.log_stream import json_log
 from tests.support.node_samples import records
 
 
-class JsonLog:
-    """The log of this process, as JSON. A line that is not JSON fails the test."""
-
-    def __init__(self, **config: str) -> None:
-        self._stream = io.StringIO()
-        log_to(LogConfig(**config), self._stream)
-
-    def lines(self) -> list[dict[str, object]]:
-        return [json.loads(line) for line in self._stream.getvalue().splitlines()]
-
-
 def test_one_json_line_for_each_record() -> None:
-    log = JsonLog(format="auto")  # not a terminal: JSON
-    for record in records():
-        log_record(record)
-        if isinstance(record, PlacementRecord):
-            log_record(msgspec.structs.replace(record, proved=False, why="a read brought other bytes"))
+    with json_log(format="auto") as log:  # not a terminal: JSON
+        for record in records():
+            log_record(record)
+            if isinstance(record, PlacementRecord):
+                log_record(msgspec.structs.replace(record, proved=False, why="a read brought other bytes"))
     lines = log.lines()
     assert [(line["event"], line["level"]) for line in lines] == [
         ("handshake", "info"),
@@ -65,11 +51,11 @@ def test_one_json_line_for_each_record() -> None:
 
 
 def test_libraries_write_the_same_form() -> None:
-    log = JsonLog(format="json")
-    try:
-        raise RuntimeError("lost")
-    except RuntimeError:
-        logging.getLogger("asyncio").exception("task %s failed", "t1")
+    with json_log() as log:
+        try:
+            raise RuntimeError("lost")
+        except RuntimeError:
+            logging.getLogger("asyncio").exception("task %s failed", "t1")
     (line,) = log.lines()
     assert line["event"] == "task t1 failed"
     assert "RuntimeError: lost" in str(line["exception"])
@@ -79,16 +65,11 @@ def test_libraries_write_the_same_form() -> None:
 def test_without_color_a_terminal_gets_no_escape_sequence(
     no_color: str, is_coloured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class TerminalText(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("NO_COLOR", no_color)
-    stream = TerminalText()
-    log_to(LogConfig(format="console"), stream)
-    operator_log.warning("drained")
-    assert "drained" in stream.getvalue()
-    assert ("\x1b" in stream.getvalue()) == is_coloured
+    with json_log(format="console", is_terminal=True) as log:
+        operator_log.warning("drained")
+    assert "drained" in log.getvalue()
+    assert ("\x1b" in log.getvalue()) == is_coloured
 
 
 # --- how often one kind of line may be logged
@@ -116,12 +97,13 @@ def test_many_sources_together_have_a_limit_and_cost_bounded_memory() -> None:
 
 
 def test_lines_of_a_logger_and_of_libraries_are_limited_and_records_are_not() -> None:
-    log, logger = JsonLog(format="json"), structlog.get_logger()
-    for _ in range(20):
-        logger.warning("closed", limit_by="uid 7", pid=1)
-    for _ in range(2 * MAX_LINES_PER_EVENT):
-        logger.info("pull")
-        logging.getLogger("aiohttp.server").error("bad request from %s", "1.2.3.4")
+    with json_log() as log:
+        logger = structlog.get_logger()
+        for _ in range(20):
+            logger.warning("closed", limit_by="uid 7", pid=1)
+        for _ in range(2 * MAX_LINES_PER_EVENT):
+            logger.info("pull")
+            logging.getLogger("aiohttp.server").error("bad request from %s", "1.2.3.4")
     lines = log.lines()
     closed = [line for line in lines if line["event"] == "closed"]
     assert len(closed) == MAX_LINES_PER_SOURCE
@@ -132,15 +114,15 @@ def test_lines_of_a_logger_and_of_libraries_are_limited_and_records_are_not() ->
 
 
 def test_the_level_can_be_changed_while_it_runs_and_what_an_operator_does_is_a_line_at_every() -> None:
-    log, logger = JsonLog(format="json", level="warning"), structlog.get_logger()
-    logger.info("one")
-    set_log_level("debug")
-    logger.debug("two")
-    set_log_level("error")
-    logger.warning("three")
-    operator_log.info("configuration reloaded")
-    lines = log.lines()
-    assert [(line["event"], line["level"]) for line in lines] == [
+    with json_log(level="warning") as log:
+        logger = structlog.get_logger()
+        logger.info("one")
+        set_log_level("debug")
+        logger.debug("two")
+        set_log_level("error")
+        logger.warning("three")
+        operator_log.info("configuration reloaded")
+    assert [(line["event"], line["level"]) for line in log.lines()] == [
         ("two", "debug"),
         ("configuration reloaded", "info"),
     ]

