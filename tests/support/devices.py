@@ -60,6 +60,12 @@ class HostBuffer:
         self.size_bytes = size_bytes
         self.address = driver.allocate_host(size_bytes)
 
+    def write(self, content: bytes) -> None:
+        ctypes.memmove(self.address, content, len(content))
+
+    def read(self, size_bytes: int) -> bytes:
+        return ctypes.string_at(self.address, size_bytes)
+
     def __enter__(self) -> HostBuffer:
         return self
 
@@ -79,7 +85,7 @@ def _copy(driver: Driver, to: int, source: int, size_bytes: int) -> None:
 def write(driver: Driver, address: int, content: bytes) -> None:
     """Put bytes into device memory."""
     with driver.on(driver.device_of(address)), HostBuffer(driver, len(content)) as buffer:
-        ctypes.memmove(buffer.address, content, len(content))
+        buffer.write(content)
         _copy(driver, address, buffer.address, len(content))
 
 
@@ -87,7 +93,7 @@ def read(driver: Driver, address: int, size_bytes: int) -> bytes:
     """Return bytes of device memory."""
     with driver.on(driver.device_of(address)), HostBuffer(driver, size_bytes) as buffer:
         _copy(driver, buffer.address, address, size_bytes)
-        return ctypes.string_at(buffer.address, size_bytes)
+        return buffer.read(size_bytes)
 
 
 class Segment:

@@ -87,25 +87,22 @@ class TestRefused:
         assert caught.value.code is Code.REGION_INVALID
         return caught.value.message
 
-    def test_a_block_of_the_heap(self) -> None:
+    def test_what_is_no_block_that_glibc_has_mapped_by_itself(
+        self, numbers: torch.Tensor, adopted: Adopted
+    ) -> None:
         small = torch.ones(1024, dtype=torch.uint8)
         assert "cannot adopt" in self.refusal(small.data_ptr(), small.nbytes)
         assert bool((small == 1).all())
+        assert "private anonymous memory" in self.refusal(numbers.data_ptr(), numbers.nbytes), "it is adopted"
 
     def test_a_part_of_a_block(self, numbers: torch.Tensor) -> None:
         address, size = numbers.data_ptr(), numbers.nbytes
         assert "not the whole block" in self.refusal(address, size - 2 * mmap.PAGESIZE)
+        assert "glibc has not mapped it by itself" in self.refusal(address + 4 * MIB, size)
         before = num_open_fds()
         assert "not the whole block" in self.refusal(address, size + mmap.PAGESIZE)
         assert num_open_fds() == before
         assert mappings_named("kvxferd-adopted") == []
-
-    def test_the_middle_of_a_block(self, numbers: torch.Tensor) -> None:
-        why = self.refusal(numbers.data_ptr() + 4 * MIB, numbers.nbytes)
-        assert "glibc has not mapped it by itself" in why
-
-    def test_memory_that_was_adopted_before(self, numbers: torch.Tensor, adopted: Adopted) -> None:
-        assert "private anonymous memory" in self.refusal(numbers.data_ptr(), numbers.nbytes)
 
     @pytest.mark.process
     def test_an_allocator_that_is_not_glibcs(self, tmp_path: object) -> None:

@@ -100,25 +100,23 @@ def test_torch_allocates_what_can_be_exported_on_the_pools_device(driver: FakeDr
     assert pool.num_bytes == 0
 
 
-def test_torch_on_another_device_gets_nothing(driver: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_gets_nothing_for_another_device_or_after_a_failure(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Out of memory, to torch, whatever it was."""
     pool = DevicePool(FAKE_DEVICES[1].uuid, driver)
-    assert pool.torch_pool().allocate(GRANULARITY, FAKE_DEVICES[0].ordinal) is None
-    assert "device that is current" in caplog.text
-    assert pool.num_bytes == 0
-
-
-def test_a_failure_inside_is_out_of_memory_to_torch(driver: FakeDriver, monkeypatch, caplog) -> None:
-    pool = DevicePool(FAKE_DEVICES[0].uuid, driver)
     torchs = pool.torch_pool()
+    assert torchs.allocate(GRANULARITY, FAKE_DEVICES[0].ordinal) is None
+    assert "device that is current" in caplog.text
     for error in (DeviceError("no more"), RuntimeError("whatever it is")):
-        with monkeypatch.context() as broken:
 
-            def fail(*_: object, error: Exception = error) -> int:
-                raise error
+        def fail(*_: object, error: Exception = error) -> int:
+            raise error
 
-            broken.setattr(driver, "create", fail)
-            assert torchs.allocate(GRANULARITY, 0) is None
+        monkeypatch.setattr(driver, "create", fail)
+        assert torchs.allocate(GRANULARITY, FAKE_DEVICES[1].ordinal) is None
         assert str(error) in caplog.text
+    assert pool.num_bytes == 0
 
 
 def test_closing_gives_torchs_cache_back_and_leaves_its_tensors(driver: FakeDriver) -> None:

@@ -7,12 +7,12 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from kvxferd.errors import Code, DeviceError
 from kvxferd.memory.device import DeviceMapping, DeviceMemory
-from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import Driver, Rows, WriteOrder
 from kvxferd.memory.driver_registry import open_driver
 from tests.support.devices import (
@@ -25,7 +25,7 @@ from tests.support.devices import (
     used_bytes,
     write,
 )
-from tests.support.fake_driver import FAKE, GRANULARITY, FakeDriver
+from tests.support.fake_driver import FAKE, FakeDriver
 from tests.support.open_fds import num_open_fds
 from tests.support.rows import SHAPES, SIZE_BYTES, addresses, copied
 
@@ -196,7 +196,12 @@ def test_copies_of_rows_write_their_rows_and_nothing_else(
     from_host: bool,
 ) -> None:
     before, content = noise(SIZE_BYTES, 3), noise(SIZE_BYTES, 4)
-    with Area(driver, uuid, unit, to_host) as target, Area(driver, uuid, unit, from_host) as origin:
+    size = -(-SIZE_BYTES // unit) * unit
+    with ExitStack() as stack:
+        target, origin = (
+            stack.enter_context(HostBuffer(driver, size) if is_host else Segment(driver, uuid, [size]))
+            for is_host in (to_host, from_host)
+        )
         target.write(before)
         origin.write(content)
         stream = driver.open_stream()
@@ -214,32 +219,6 @@ def test_copies_of_rows_write_their_rows_and_nothing_else(
         assert target.read(SIZE_BYTES) == copied(rows, pairs, content, before)
 
 
-class Area:
-    """Device memory, or pinned host memory."""
-
-    def __init__(self, driver: Driver, uuid: str, unit: int, is_host: bool) -> None:
-        size = -(-SIZE_BYTES // unit) * unit
-        self._memory = HostBuffer(driver, size) if is_host else Segment(driver, uuid, [size])
-        self.address = self._memory.address
-
-    def write(self, content: bytes) -> None:
-        if isinstance(self._memory, Segment):
-            self._memory.write(content)
-        else:
-            ctypes.memmove(self.address, content, len(content))
-
-    def read(self, size_bytes: int) -> bytes:
-        if isinstance(self._memory, Segment):
-            return self._memory.read(size_bytes)
-        return ctypes.string_at(self.address, size_bytes)
-
-    def __enter__(self) -> Area:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._memory.__exit__(*error)
-
-
 def test_copies_of_rows_and_others_run_in_order(driver: Driver, uuid: str, unit: int) -> None:
     """A scatter is over when an event behind its last copy is done, of whichever kind that is."""
     with Segment(driver, uuid, [unit]) as segment:
@@ -253,43 +232,6 @@ def test_copies_of_rows_and_others_run_in_order(driver: Driver, uuid: str, unit:
         driver.synchronize(stream)
         driver.close_stream(stream)
         assert segment.read(12) == b"abcabcabcabc"
-
-
-@pytest.mark.parametrize("outside", [0, 1])
-def test_the_fake_driver_refuses_rows_that_a_gpu_faults_at(outside: int) -> None:
-    driver = driver_or_skip(FAKE)
-    uuid = driver.devices()[0].uuid
-    pool = DevicePool(uuid, driver)
-    address = pool.allocate(1).address
-    unpinned = ctypes.create_string_buffer(64)
-    with driver.on(uuid):
-        stream = driver.open_stream()
-        for wrong in (ctypes.addressof(unpinned), address + GRANULARITY - 8):
-            sides = [address, address]
-            sides[outside] = wrong
-            with pytest.raises(DeviceError, match="does not reach"):
-                driver.copy_rows(addresses(sides[:1]), addresses(sides[1:]), Rows(16), stream)
-        driver.close_stream(stream)
-    pool.close()
-
-
-def test_the_fake_driver_refuses_a_stream_whose_device_is_not_current() -> None:
-    driver = FakeDriver()
-    first, second = (device.uuid for device in driver.devices())
-    with driver.on(first):
-        stream = driver.open_stream()
-    with driver.on(second):
-        for call in (
-            lambda: driver.copy([1], [2], [3], stream),
-            lambda: driver.record(stream),
-        ):
-            with pytest.raises(DeviceError, match=f"{second} is current"):
-                call()
-        address = driver.allocate_plain(second, GRANULARITY)
-    with driver.on(first), pytest.raises(DeviceError, match="does not reach"):
-        driver.copy_rows(addresses([address]), addresses([address + 512]), Rows(256), stream)
-    driver.free_plain(address)
-    driver.close_stream(stream)
 
 
 def test_the_environment_chooses_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,17 +62,11 @@ def test_what_is_no_memfd_is_refused(memory: SealedMemory) -> None:
     os.close(readable)
 
 
-@pytest.mark.parametrize(
-    ("size", "offset"),
-    [(0, 0), (-1, 0), (4096, -4096)],
-)
+@pytest.mark.parametrize(("size", "offset"), [(0, 0), (-1, 0), (4096, -4096)])
 def test_a_place_that_cannot_be_mapped_is_refused(memory: SealedMemory, size: int, offset: int) -> None:
     with pytest.raises(EngineError) as raised:
         map_memfd(memory.fd, size, offset)
     assert raised.value.code is Code.REGION_INVALID
-
-
-def test_no_memory_of_no_size() -> None:
     with pytest.raises(ValueError, match="cannot allocate 0 bytes"):
         SealedMemory.create(0)
 
