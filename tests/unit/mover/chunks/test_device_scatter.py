@@ -84,15 +84,8 @@ def test_bytes_arrive_through_chunks_of_the_gpu(bench: Bench, driver: CountingDr
     assert (outcome.delivered, outcome.started, outcome.finished) == (True, True, True)
     check_arrived(bench, ids)
     assert outcome.covered_bytes == outcome.bytes == len(ids) * 4 * 4 * 2 * HEAD
-    assert 0 < driver.num_calls <= outcome.runs // 64
+    assert 0 < driver.num_calls <= 2 * 4 * 2, "of two ranks and four tensors, which a chunk may cut"
     assert set(states(bench)) == {ChunkState.FREE}
-
-
-@pytest.mark.parametrize("ids", [range(300), scattered(250)])
-def test_the_blocks_of_a_chunk_share_a_call(bench: Bench, driver: CountingDriver, ids: range) -> None:
-    bench.start(ids)
-    bench.run()
-    assert driver.num_calls <= 2 * 4 * 2, "of two ranks and four tensors, which a chunk may cut"
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -69,13 +68,13 @@ class OverTcp(MemoryTransport):
 class Worker:
     """A worker's GPU memory of several allocations, and a mover's bindings in the same process."""
 
-    def __init__(self, make: Callable[[Fabric, AgentName], MemoryTransport] = MemoryTransport) -> None:
+    def __init__(self, transport: type[MemoryTransport]) -> None:
         self.worker, self.driver = FakeDriver(), FakeDriver()
         self.segment = Segment(self.worker, UUID, SIZES)
         self.content = os.urandom(sum(SIZES))
         self.segment.write(self.content)
         self.fabric = Fabric()
-        self.inner = make(self.fabric, ME)
+        self.inner = transport(self.fabric, ME)
         self.transport = StagedTransport(self.inner, slot_bytes=4096, num_slots=2)
         self.plain = self.driver.allocate_plain(UUID, GRANULARITY)
 
@@ -124,14 +123,9 @@ class Worker:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    made = Worker()
-    yield made
-    made.close()
-
-
-def of(make: Callable[[Fabric, AgentName], MemoryTransport]) -> Iterator[Worker]:
-    made = Worker(make)
+def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
+    """Over the transport that the test names."""
+    made = Worker(getattr(request, "param", MemoryTransport))
     yield made
     made.close()
 
@@ -148,29 +142,28 @@ def test_what_is_proved_is_direct_an_allocation_at_a_time(worker: Worker) -> Non
 
 
 AUTO, DIRECT, STAGED = DevicePlacement.AUTO, DevicePlacement.DIRECT, DevicePlacement.STAGED
-BY_OPERATOR = "mover.placement is staged"
 
 
 @pytest.mark.parametrize(
-    ("make", "asked", "kind", "why"),
+    ("worker", "asked", "kind", "why"),
     [
         (Refusing, AUTO, "staged", "no dma-buf"),
         (Lying, AUTO, "staged", "other than those that lie there"),
         (OverTcp, AUTO, "staged", "over TCP"),
         (OverTcp, DIRECT, "direct", ""),  # the operator wants it so
-        (MemoryTransport, STAGED, "staged", BY_OPERATOR),
+        (MemoryTransport, STAGED, "staged", "mover.placement is staged"),
     ],
+    indirect=["worker"],
 )
 def test_what_is_not_proved_or_wanted_is_copied_and_says_why(
-    make: type[MemoryTransport], asked: DevicePlacement, kind: str, why: str
+    worker: Worker, asked: DevicePlacement, kind: str, why: str
 ) -> None:
-    for worker in of(make):
-        bound = worker.bind(device_placement=asked)
-        assert bound.placement.kind == kind
-        assert why in bound.placement.why
-        assert worker.registered == ([] if kind == "staged" else sorted(SIZES)), "readers reach what is there"
-        assert bound.regions[0].staged == (kind == "staged")
-        assert worker.segment.read(sum(SIZES)) == worker.content
+    bound = worker.bind(device_placement=asked)
+    assert bound.placement.kind == kind
+    assert why in bound.placement.why
+    assert worker.registered == ([] if kind == "staged" else sorted(SIZES)), "readers reach what is there"
+    assert bound.regions[0].staged == (kind == "staged")
+    assert worker.segment.read(sum(SIZES)) == worker.content
 
 
 def test_memory_under_a_read_that_does_not_end_stays_registered(
@@ -190,34 +183,34 @@ def test_memory_under_a_read_that_does_not_end_stays_registered(
             worker.driver.unmap(address, size)
 
 
-def test_what_cannot_be_copied_for_want_of_memory_is_read_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    for worker in of(OverTcp):
-        with monkeypatch.context() as patch:
-            allocate = worker.driver.allocate_host
-            patch.setattr(worker.driver, "allocate_host", partial(allocate_small, allocate))
-            bound = worker.bind()
-        assert bound.placement.kind == "direct"
-        assert bound.placement.why.endswith("it cannot be copied: cannot cuMemHostAlloc: out of memory")
-        assert worker.registered == sorted(SIZES)
-
-
-def allocate_small(allocate: Callable[[int], int], size_bytes: int) -> int:
-    """As a node with no room for staging's buffers, but for a proof's samples."""
-    if size_bytes > probe.SAMPLE_BYTES:
-        raise DeviceError("cannot cuMemHostAlloc: out of memory")
-    return allocate(size_bytes)
-
-
-@pytest.mark.parametrize(("make", "kind"), [(MemoryTransport, "resident"), (Lying, "staged")])
-def test_memory_of_the_movers_own_process_is_resident_where_that_is_proved(
-    make: type[MemoryTransport], kind: str
+@pytest.mark.parametrize("worker", [OverTcp], indirect=True)
+def test_what_cannot_be_copied_for_want_of_memory_is_read_over_tcp(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for worker in of(make):
-        bound = worker.bind_own()
-        assert bound.placement.kind == kind
-        assert bound.regions[0].staged == (kind == "staged")
-        assert (bound.placement.gigabytes_per_s > 0) == (kind == "resident")
-        assert bound.regions[0].address == worker.plain
+    allocate = worker.driver.allocate_host
+
+    def allocate_small(size_bytes: int) -> int:
+        """As a node with no room for staging's buffers, but for a proof's samples."""
+        if size_bytes > probe.SAMPLE_BYTES:
+            raise DeviceError("cannot cuMemHostAlloc: out of memory")
+        return allocate(size_bytes)
+
+    monkeypatch.setattr(worker.driver, "allocate_host", allocate_small)
+    bound = worker.bind()
+    assert bound.placement.kind == "direct"
+    assert bound.placement.why.endswith("it cannot be copied: cannot cuMemHostAlloc: out of memory")
+    assert worker.registered == sorted(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("worker", "kind"), [(MemoryTransport, "resident"), (Lying, "staged")], indirect=["worker"]
+)
+def test_memory_of_the_movers_own_process_is_resident_where_that_is_proved(worker: Worker, kind: str) -> None:
+    bound = worker.bind_own()
+    assert bound.placement.kind == kind
+    assert bound.regions[0].staged == (kind == "staged")
+    assert (bound.placement.gigabytes_per_s > 0) == (kind == "resident")
+    assert bound.regions[0].address == worker.plain
 
 
 @pytest.mark.parametrize(
@@ -272,13 +265,17 @@ def test_a_driver_that_runs_out_in_the_probe_leaves_nothing(
     [("native", False, {}), ("flush", False, {UUID: 1}), ("none", True, {})],
 )
 def test_a_gpu_is_flushed_where_it_asks_for_it_and_read_by_copies_where_it_neither_orders_nor_flushes(
-    how: str, order: str, is_staged: bool, flushed: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    worker: Worker,
+    how: str,
+    order: str,
+    is_staged: bool,
+    flushed: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(WRITE_ORDER_VARIABLE, order)
-    for worker in of(MemoryTransport):
-        placement = getattr(worker, how)().placement
-        assert (placement.kind == "staged") == is_staged
-        assert ("GPU_DIRECT_RDMA_WRITES_ORDERING" in placement.why) == is_staged
-        if (flush := worker.bindings.flush) is not None:
-            flush()
-        assert worker.driver.flushed == flushed
+    placement = getattr(worker, how)().placement
+    assert (placement.kind == "staged") == is_staged
+    assert ("GPU_DIRECT_RDMA_WRITES_ORDERING" in placement.why) == is_staged
+    if (flush := worker.bindings.flush) is not None:
+        flush()
+    assert worker.driver.flushed == flushed

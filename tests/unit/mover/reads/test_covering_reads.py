@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import msgspec
 import pytest
 
 from kvxferd.errors import Code
+from kvxferd.ids import PullId
 from kvxferd.mover.chunks.chunk_pool import IDLE_S, SLOW_S, STUCK_S, ChunkState
-from kvxferd.mover.chunks.scatterer import Scatterer, ScatterJob
-from kvxferd.mover.chunks.slices import SHORT_BYTES
 from kvxferd.mover.reads import covering_reads
 from kvxferd.mover.transport.base import TransportError
 from kvxferd.mover.transport.staging_source import CHUNK_REPLY_TIMEOUT_S
@@ -53,9 +50,7 @@ def test_bytes_arrive_through_chunks(chunk_bytes: int, polls: int, max_runs: int
     assert set(states(bench)) == {ChunkState.FREE}
 
 
-def test_the_word_is_read_while_a_chunk_is_scattered(
-    by_hand: ManualScatterer,
-) -> None:
+def test_the_word_is_read_while_a_chunk_is_scattered(by_hand: ManualScatterer) -> None:
     bench = Bench(chunk_bytes=4 << 20, scatterer=by_hand)
     number = bench.start(scattered(8))
     bench.run()
@@ -116,9 +111,7 @@ def test_a_failure_costs_the_chunk_unless_it_proves_the_end_and_never_the_blocks
 ) -> None:
     bench = Granting()
     bench.fabric.polls_per_read = 2
-    number = bench.start(scattered(8))
-    bench.engine.step()
-    bench.chunks.set_grant(4, bench.now)
+    number = bench.start_granted(4)
     bench.fabric.errors[bench.agents[1]] = error
     bench.run()
     outcome = bench.outcomes()[number]
@@ -143,34 +136,32 @@ def test_an_agent_stays_loaded_while_a_read_of_an_ended_pull_drains(bench: Bench
     assert bench.agents[1] not in reader.loaded
 
 
-def test_the_last_failure_leaves_direct_reads() -> None:
-    """Every chunk is lost: pulls go on without."""
-    bench = Bench(chunk_bytes=CHUNK, max_chunks=1)
-    bench.fabric.polls_per_read = 2
-    bench.start(scattered(8))
-    bench.engine.step()
-    bench.fabric.errors[bench.agents[0]] = TransportError("odd", settled=False)
-    bench.run()
-    assert states(bench) == {ChunkState.LOST: 1}
-    assert bench.pull(scattered(8)).delivered
-    check_arrived(bench, scattered(8))
-
-
-def test_a_pull_that_gets_no_chunk_reads_directly_after_a_while() -> None:
-    bench = Bench(chunk_bytes=CHUNK, max_chunks=1)
+@pytest.mark.parametrize(
+    ("max_chunks", "since_s"),
+    [
+        pytest.param(1, 0.0, id="memory is short"),
+        pytest.param(2, STUCK_S, id="a read of its source is stuck"),  # and may never end
+    ],
+)
+def test_a_pull_that_gets_no_chunk_reads_directly_after_a_while(max_chunks: int, since_s: float) -> None:
+    bench = Bench(chunk_bytes=CHUNK, max_chunks=max_chunks)
     bench.fabric.stalled.add(bench.agents[0])
     bench.start(range(1))
     bench.engine.step()
-    bench.fabric.stalled.clear()
-    bench.fabric.stalled.add(bench.agents[0])
     number = bench.start(scattered(8))
+    bench.run()
+    bench.now += since_s
     bench.run()
     bench.now += covering_reads.CHUNK_WAIT_S
     bench.run()
-    assert (bench.agents[1], 8 * 4 * 4) in bench.fabric.posts, "run by run"
+    assert (bench.agents[1 if since_s == 0.0 else 0], 8 * 4 * 4) in bench.fabric.posts, "run by run"
     bench.fabric.stalled.clear()
     bench.run()
-    assert bench.outcomes()[number].delivered
+    outcome = bench.outcomes()[number]
+    assert outcome.delivered
+    assert outcome.covered_bytes < outcome.bytes == 8 * 4 * 4 * 2 * HEAD, (
+        "those of a changed way are not counted"
+    )
     check_arrived(bench, scattered(8))
 
 
@@ -181,10 +172,10 @@ def test_a_stopped_source_holds_one_chunk_and_those_that_it_had() -> None:
     stuck = bench.start(scattered(100))
     bench.run()
     bench.now += 2 * SLOW_S
-    held = [c for c in (bench.chunks._chunks if bench.chunks else []) if c.agent == bench.agents[0]]
+    held = [c for c in bench.chunks._chunks if c.agent == bench.agents[0]]
     others = [bench.start(scattered(100)) for _ in range(3)]
     bench.run()
-    after = [c for c in (bench.chunks._chunks if bench.chunks else []) if c.agent == bench.agents[0]]
+    after = [c for c in bench.chunks._chunks if c.agent == bench.agents[0]]
     assert after == held
     assert len(held) < 4
     for number in (stuck, *others):
@@ -213,24 +204,6 @@ def test_a_pull_from_a_stopped_source_waits_for_it_and_not_for_memory() -> None:
     assert set(states(bench)) == {ChunkState.FREE}
 
 
-def test_a_read_that_is_stuck_is_not_waited_for() -> None:
-    """It may never end, though the source goes on."""
-    bench = Bench(chunk_bytes=CHUNK, max_chunks=2)
-    bench.fabric.stalled.add(bench.agents[0])
-    bench.start(range(1))
-    bench.engine.step()
-    number = bench.start(scattered(8))
-    bench.run()
-    bench.now += STUCK_S
-    bench.run()
-    bench.now += covering_reads.CHUNK_WAIT_S
-    bench.run()
-    assert (bench.agents[0], 8 * 4 * 4) in bench.fabric.posts, "run by run"
-    bench.fabric.stalled.clear()
-    bench.run()
-    assert bench.outcomes()[number].delivered
-
-
 def test_a_copy_that_would_leave_the_region_fails_the_pull(by_hand: ManualScatterer) -> None:
     bench = Bench(chunk_bytes=4 << 20, scatterer=by_hand)
     number = bench.start(scattered(8))
@@ -245,98 +218,6 @@ def test_a_copy_that_would_leave_the_region_fails_the_pull(by_hand: ManualScatte
     bench.run()
     outcome = bench.outcomes()[number]
     assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.INTERNAL)
-
-
-def test_short_pulls_are_counted_by_what_they_post() -> None:
-    """200 blocks are 6,400 runs, and 104 MB of cost by runs; as stretches they are short."""
-    bench = Bench(chunk_bytes=4 << 20)
-    bench.fabric.polls_per_read = 1
-    bench.start(scattered(10))
-    bench.engine.step()
-    (pull,) = bench.engine._active
-    assert pull.num_runs * (16 << 10) > SHORT_BYTES
-    assert pull.is_short
-
-
-def test_a_thread_that_is_closed_runs_no_scatter() -> None:
-    """`close` returns when the copy under way is done; what was queued is never begun."""
-    thread = Scatterer()
-    ran: list[int] = []
-
-    def pieces(number: int) -> object:
-        for _ in range(1000):
-            ran.append(number)
-            yield
-
-    jobs = [ScatterJob(pieces(number)) for number in range(3)]  # type: ignore[arg-type]
-    for job in jobs:
-        thread.start(job)
-    thread.close()
-    num_ran = len(ran)
-    assert all(job.is_over for job in jobs)
-    assert len(ran) == num_ran
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_scatter_is_over_once_the_copies_of_both_threads_are(fails: bool) -> None:
-    """The engine makes the last copy while the thread is at the one before: the blocks are still written."""
-    thread = Scatterer()
-    has_begun, may_end = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        has_begun.set()
-        may_end.wait()
-
-    def last() -> None:
-        if fails:
-            raise IndexError("outside the region")
-
-    job = ScatterJob(iter([slow, last, last] if fails else [slow, last]))
-    thread.start(job)
-    has_begun.wait()
-    while thread.help():
-        pass
-    assert job.is_handed_out, "no copy is begun after one that failed"
-    assert not job.is_over
-    may_end.set()
-    thread.close()
-    assert job.is_over
-    assert isinstance(job.error, IndexError) == fails
-
-
-def test_the_engine_copies_only_where_no_read_is_in_flight(by_hand: ManualScatterer) -> None:
-    """A read is polled: over TCP the bytes come no sooner than that."""
-    helped = []
-    by_hand.help = lambda: bool(by_hand.jobs) and not helped.append(by_hand.copy_once())  # type: ignore[method-assign,func-returns-value]
-    bench = Bench(chunk_bytes=CHUNK, scatterer=by_hand)
-    assert bench.pull(scattered(8)).delivered
-    assert helped
-    bench.fabric.stalled |= set(bench.agents)
-    bench.start(scattered(8))
-    bench.run()
-    helped.clear()
-    by_hand.start(ScatterJob(iter([None])))
-    bench.run()
-    assert not helped
-
-
-def test_inline_scatters_are_bounded_in_time() -> None:
-    now = [0.0]
-    inline = Scatterer(lambda: now[0], starts_thread=False)
-
-    def pieces() -> object:
-        while True:
-            now[0] += 1e-4
-            yield
-
-    job = ScatterJob(pieces())  # type: ignore[arg-type]
-    inline.start(job)
-    assert inline.step()
-    assert now[0] == pytest.approx(3e-4, abs=1.5e-4)
-    job.cancel()
-    inline.step()
-    assert job.is_over
-    assert not inline.step()
 
 
 def test_each_pull_is_read_in_the_way_that_is_predicted_to_take_less() -> None:
@@ -370,35 +251,20 @@ def test_no_covering_read_from_a_staged_source_is_predicted() -> None:
     assert outcome.predicted_s > 3200 * START_DESCRIPTOR_S + outcome.bytes / 2 / START_BYTES_PER_S
 
 
-def test_equal_layouts_are_read_directly() -> None:
-    bench = Bench(chunk_bytes=CHUNK, always_covers=False, layout_here="HND")
-    assert bench.pull(scattered(200)).delivered
-    assert set(states(bench)) == set()
-
-
-def test_bytes_through_chunks_are_counted_and_those_of_a_changed_way_are_not() -> None:
-    bench = Bench(chunk_bytes=CHUNK, max_chunks=1)
-    bench.fabric.stalled.add(bench.agents[0])
-    bench.start(scattered(8))
-    bench.engine.step()
-    (pull,) = bench.engine._active
-    assert pull.num_bytes_covered == pull.num_bytes == 8 * 4 * 4 * 2 * HEAD
-    bench.now += covering_reads.CHUNK_WAIT_S
-    bench.engine.step()
-    bench.now += covering_reads.CHUNK_WAIT_S
-    bench.engine.step()
-    assert pull.num_bytes_covered == pull.num_bytes // 2
-    assert pull.num_bytes == 8 * 4 * 4 * 2 * HEAD
-
-
 class Granting(Bench):
     """A reader whose daemon answers when the test says so."""
 
     def __init__(self) -> None:
         super().__init__(chunk_bytes=CHUNK, max_chunks=0)
-        assert self.chunks is not None
         self.reports: list[ChunkMemoryRequest] = []
         self.chunks._report = self.reports.append
+
+    def start_granted(self, num_chunks: int) -> PullId:
+        """Start a pull that asks for memory, and grant so much."""
+        number = self.start(scattered(8))
+        self.engine.step()
+        self.chunks.set_grant(num_chunks, self.now)
+        return number
 
 
 @pytest.mark.parametrize("grant", [2, 0, None])
@@ -425,9 +291,7 @@ def test_a_pull_waits_for_the_grant_of_memory_and_not_for_long(grant: int | None
 def test_chunks_over_a_lower_grant_are_given_back_when_they_are_free() -> None:
     bench = Granting()
     bench.fabric.stalled |= set(bench.agents)
-    number = bench.start(scattered(8))
-    bench.engine.step()
-    bench.chunks.set_grant(4, bench.now)
+    number = bench.start_granted(4)
     bench.run()
     held = bench.chunks.num_bytes
     assert held >= 2 * CHUNK
@@ -442,9 +306,7 @@ def test_chunks_over_a_lower_grant_are_given_back_when_they_are_free() -> None:
 
 def test_an_idle_mover_wants_nothing_and_asks_again_when_it_reads() -> None:
     bench = Granting()
-    bench.start(scattered(8))
-    bench.engine.step()
-    bench.chunks.set_grant(4, bench.now)
+    bench.start_granted(4)
     bench.run()
     bench.now += IDLE_S
     bench.chunks.release_idle(bench.now)
@@ -463,9 +325,7 @@ def test_an_idle_mover_wants_nothing_and_asks_again_when_it_reads() -> None:
 def test_a_read_of_an_ended_pull_that_never_ends_is_reported_as_lost() -> None:
     bench = Granting()
     bench.fabric.stalled.add(bench.agents[0])
-    number = bench.start(scattered(8))
-    bench.engine.step()
-    bench.chunks.set_grant(4, bench.now)
+    number = bench.start_granted(4)
     bench.run()
     bench.engine.abort(number)
     bench.run()
@@ -485,11 +345,12 @@ def test_a_read_of_an_ended_pull_that_never_ends_is_reported_as_lost() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "is_chosen"), [(8, False), (9, True)])
-def test_short_pulls_between_equal_layouts_are_not_chosen_for_again(num_blocks: int, is_chosen: bool) -> None:
-    bench = Bench(chunk_bytes=64 << 10, always_covers=False, layout_here="HND")
-    for count in (40, num_blocks):
-        number = bench.start(scattered(count))
-        bench.run()
-    outcome = bench.outcomes()[number]
+def test_equal_layouts_are_read_directly_and_short_pulls_not_chosen_for_again(
+    num_blocks: int, is_chosen: bool
+) -> None:
+    bench = Bench(chunk_bytes=CHUNK, always_covers=False, layout_here="HND")
+    assert bench.pull(scattered(200)).delivered
+    outcome = bench.pull(scattered(num_blocks))
     assert outcome.delivered
     assert (outcome.predicted_s > 0) == is_chosen
+    assert set(states(bench)) == set()

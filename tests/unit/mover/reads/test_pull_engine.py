@@ -125,9 +125,7 @@ def test_a_failure_that_proves_nothing_is_in_doubt_for_ever(bench: Bench) -> Non
     outcome = bench.outcomes()[number]
     assert (outcome.started, outcome.finished, outcome.code) == (True, False, Code.TRANSPORT)
     assert bench.quiet() == []
-    other = bench.start(scattered(8))
-    bench.run()
-    assert bench.outcomes()[other].delivered, "other pulls go on"
+    assert bench.pull(scattered(8)).delivered, "other pulls go on"
 
 
 @pytest.mark.parametrize("settled", [True, False])
@@ -166,12 +164,9 @@ def test_an_agent_is_not_dropped_under_a_read(bench: Bench, agent: int) -> None:
 
 
 def test_a_changed_word_is_told_as_released(bench: Bench) -> None:
-    number = bench.start(scattered(8), word=b"x" * 16)
-    zeros = bench.start(scattered(8), word=WORD)
-    bench.run()
-    outcome = bench.outcomes()[number]
+    outcome = bench.pull(scattered(8), word=b"x" * 16)
     assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.RELEASED)
-    assert bench.outcomes()[zeros].delivered
+    assert bench.pull(scattered(8)).delivered
 
 
 @pytest.mark.slow
@@ -181,11 +176,16 @@ def test_more_fence_reads_than_slots(bench: Bench) -> None:
     assert all(bench.outcomes()[number].delivered for number in numbers)
 
 
-def test_a_plan_that_is_unknown_or_damaged(bench: Bench) -> None:
+def test_a_pull_is_read_by_the_plan_that_was_known_when_it_came(bench: Bench) -> None:
+    number = bench.start(scattered(8))
+    bench.engine.drop_plan(DIGEST)
+    bench.run()
+    assert bench.outcomes()[number].delivered
     bench.engine.load_plan(Digest("damaged"), b"\xc1")
-    for plan in (Digest("damaged"), Digest("never seen")):
+    for plan in (DIGEST, Digest("damaged"), Digest("never seen")):
         outcome = bench.pull(range(1), plan=plan)
         assert (outcome.delivered, outcome.started, outcome.code) == (False, False, Code.INTERNAL)
+        assert "it is not known here" in outcome.message
 
 
 def test_a_request_that_breaks_the_arithmetic_is_one_failed_pull(bench: Bench) -> None:
@@ -200,10 +200,8 @@ def test_a_request_that_breaks_the_arithmetic_is_one_failed_pull(bench: Bench) -
             fence=FenceLocation(bench.agents[0], 0, WORD),
         )
     )
-    number = bench.start(range(4))
-    bench.run()
+    assert bench.pull(range(4)).delivered
     assert bench.outcomes()[PullId(77)].code is Code.INTERNAL
-    assert bench.outcomes()[number].delivered
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -312,31 +310,19 @@ class Gpu:
         assert not self.bench.engine.num_inflight
 
 
-def test_a_gpu_is_flushed_once_before_each_pull_is_delivered(bench: Bench) -> None:
-    gpu = Gpu(bench)
-    for num_ended in range(2):
-        assert bench.pull(scattered(8)).delivered
-        assert gpu.flushes == list(range(num_ended + 1))
-
-
-def test_a_gpu_is_flushed_before_a_failed_pulls_blocks_are_free(bench: Bench) -> None:
-    gpu = Gpu(bench)
-    bench.fabric.polls_per_read = 2
-    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
-    assert bench.pull(scattered(8)).finished
-    assert gpu.flushes == [0]
-
-
-def test_nothing_is_flushed_for_a_pull_that_never_began(bench: Bench) -> None:
+def test_a_gpu_is_flushed_before_a_pull_is_delivered_or_its_blocks_are_free(bench: Bench) -> None:
     gpu = Gpu(bench)
     number = bench.start(scattered(8), plan=Digest("unknown"))
     bench.run()
     assert not bench.outcomes()[number].started
-    assert gpu.flushes == []
-
-
-def test_a_flush_that_fails_leaves_doubt(bench: Bench) -> None:
-    gpu = Gpu(bench)
+    assert gpu.flushes == [], "nothing of it was read"
+    for num_ended in range(1, 3):
+        assert bench.pull(scattered(8)).delivered
+        assert gpu.flushes == list(range(1, num_ended + 1)), "once, before the pull ended"
+    bench.fabric.polls_per_read = 2
+    bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
+    outcome = bench.pull(scattered(8))
+    assert (outcome.delivered, outcome.finished, gpu.flushes) == (False, True, [1, 2, 3])
     gpu.refuses = True
     outcome = bench.pull(scattered(8))
     assert (outcome.delivered, outcome.finished, outcome.quiesced_follows) == (False, False, False)
@@ -358,13 +344,3 @@ def test_the_word_waits_for_parts_that_are_not_expanded() -> None:
     assert not pull.needs_fence_read
     pull.expand_next_part()
     assert pull.needs_fence_read
-
-
-def test_a_pull_is_read_by_a_plan_that_was_dropped_after_it_came(bench: Bench) -> None:
-    number = bench.start(scattered(8))
-    bench.engine.drop_plan(DIGEST)
-    bench.run()
-    assert bench.outcomes()[number].delivered
-    outcome = bench.pull(scattered(8))
-    assert (outcome.delivered, outcome.started) == (False, False)
-    assert "it is not known here" in outcome.message

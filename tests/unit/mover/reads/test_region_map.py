@@ -13,18 +13,24 @@ from kvxferd.plan import Runs
 from kvxferd.wire.common import RegionAddress
 
 VRAM = MemoryKind("VRAM", 3)
+Triple = tuple[int, int, int]
 
 
 def region(name: str, address: int, size: int, place: MemoryKind = HOST.local, pieces=()) -> RegionAddress:
     return RegionAddress(RegionId(name), address, size, place.device, place.mem_type, pieces, place.staged)
 
 
-def runs(*triples: tuple[int, int, int]) -> Runs:
-    return Runs(*(np.array(column, dtype=np.uint64) for column in zip(*triples, strict=True)))
+def runs(*triples: Triple) -> Runs:
+    columns = zip(*triples, strict=True) if triples else ([], [], [])
+    return Runs(*(np.array(column, dtype=np.uint64) for column in columns))
 
 
-def listed(groups: list[tuple[ReadKinds, Runs]]) -> list[tuple[ReadKinds, list[tuple[int, int, int]]]]:
-    return [(kinds, list(zip(*(c.tolist() for c in found), strict=True))) for kinds, found in groups]
+def triples_of(runs: Runs) -> list[Triple]:
+    return list(zip(*(column.tolist() for column in runs), strict=True))
+
+
+def listed(groups: list[tuple[ReadKinds, Runs]]) -> list[tuple[ReadKinds, list[Triple]]]:
+    return [(kinds, triples_of(found)) for kinds, found in groups]
 
 
 def test_host_memory_in_one_piece_costs_nothing() -> None:
@@ -69,20 +75,8 @@ def test_runs_are_told_apart_by_the_memory_of_both_sides() -> None:
 # --- runs cut at boundaries, against one byte at a time
 
 
-Triple = tuple[int, int, int]
-
-
-def runs_of(triples: list[Triple]) -> Runs:
-    columns = zip(*triples, strict=True) if triples else ([], [], [])
-    return Runs(*(np.array(list(column), dtype=np.uint64) for column in columns))
-
-
 def cuts_of(cuts: list[int]) -> np.ndarray:
     return np.array(sorted(set(cuts)), dtype=np.uint64)
-
-
-def triples_of(runs: Runs) -> list[Triple]:
-    return list(zip(*(column.tolist() for column in runs), strict=True))
 
 
 def slowly(triples: list[Triple], local_cuts: list[int], remote_cuts: list[int]) -> list[Triple]:
@@ -106,12 +100,12 @@ CUTS = st.lists(st.integers(0, 110), max_size=12)
 def test_the_same_as_byte_by_byte(
     triples: list[Triple], local_cuts: list[int], remote_cuts: list[int]
 ) -> None:
-    fast = split_at_boundaries(runs_of(triples), cuts_of(local_cuts), cuts_of(remote_cuts))
+    fast = split_at_boundaries(runs(*triples), cuts_of(local_cuts), cuts_of(remote_cuts))
     assert triples_of(fast) == slowly(triples, local_cuts, remote_cuts)
     assert {column.dtype for column in fast} == {np.dtype(np.uint64)}
 
 
 def test_nothing_to_cut_is_the_same_object() -> None:
-    runs = runs_of([(0, 50, 10), (20, 80, 10)])
-    assert split_at_boundaries(runs, cuts_of([]), cuts_of([])) is runs
-    assert split_at_boundaries(runs, cuts_of([10, 20, 30]), cuts_of([60])) is runs
+    same = runs((0, 50, 10), (20, 80, 10))
+    assert split_at_boundaries(same, cuts_of([]), cuts_of([])) is same
+    assert split_at_boundaries(same, cuts_of([10, 20, 30]), cuts_of([60])) is same

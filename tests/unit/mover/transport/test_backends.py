@@ -1,7 +1,8 @@
-"""The backend that movers use: how it is refused, and that an agent has it alone."""
+"""The library and the backend that movers use: how they are refused, and that an agent has one alone."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,12 +16,20 @@ from hypothesis import strategies as st
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName
 from kvxferd.mover.backends import (
+    DEFAULT_BACKEND,
     STORAGE_BACKENDS,
     Backend,
     backend_environment,
     take_backend,
 )
-from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary, join_metadata, split_metadata
+from kvxferd.mover.process.forkserver import _load_library
+from kvxferd.mover.transport.nixl import (
+    LIBRARIES,
+    NixlTransport,
+    TransferLibrary,
+    join_metadata,
+    split_metadata,
+)
 
 
 class FakeApi:
@@ -137,15 +146,36 @@ def test_a_mover_reads_the_backend_that_its_daemon_wrote(name: str, parameters: 
 
 
 @pytest.mark.parametrize("parts", [[b"one"], [b"one", b""], [b"nixl", b"two", bytes(1000)]])
-def test_what_is_joined_is_split(parts: list[bytes]) -> None:
-    assert split_metadata(join_metadata(parts)) == parts
-
-
-def test_one_part_is_the_librarys_own() -> None:
-    assert join_metadata([b"nixl..."]) == b"nixl..."
-
-
-def test_nonsense_is_an_error() -> None:
-    joined = join_metadata([b"a", b"b"])
+def test_what_is_joined_is_split_and_what_is_cut_is_an_error(parts: list[bytes]) -> None:
+    joined = join_metadata(parts)
+    assert split_metadata(joined) == parts
+    if len(parts) == 1:
+        assert joined == parts[0], "one part is the library's own"
+        return
     with pytest.raises(msgspec.DecodeError):
         split_metadata(joined[:-1])
+
+
+# --- what the daemon's operator reads where there is no library
+
+
+@pytest.mark.parametrize(
+    ("use", "names", "advice"),
+    [
+        ("auto", ["nixl", "rixl"], "run: pip install 'kvxferd[daemon,nixl]'"),
+        ("nixl", ["nixl"], "run: pip install 'kvxferd[daemon,nixl]'"),
+        ("rixl", ["rixl"], "install it, or set mover.library to auto"),
+    ],
+)
+def test_a_missing_library_is_named_with_what_to_install(
+    use: str, names: list[str], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in LIBRARIES:
+        for module in (name, f"{name}._api"):
+            monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
+    with pytest.raises(MoverError) as refused:
+        _load_library(use, DEFAULT_BACKEND)
+    assert refused.value.code is Code.NIXL_UNAVAILABLE
+    for name in LIBRARIES:
+        assert (f"{name}: " in refused.value.message) == (name in names)
+    assert f"; in the daemon's environment {advice}, and start the daemon again" in refused.value.message

@@ -137,17 +137,10 @@ class World:
 SIDES = [(True, True), (True, False), (False, True)]
 
 
-@pytest.fixture(params=SIDES, ids=["both", "sink", "source"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    made = World(*request.param)
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def lent() -> Iterator[World]:
-    """Only the source is staged."""
-    made = World(False, True)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Only the source is staged, unless the test says otherwise."""
+    made = World(*getattr(request, "param", (False, True)))
     yield made
     made.close()
 
@@ -256,18 +249,18 @@ def test_copy_and_wire_overlap() -> None:
     assert turns(10) < 0.6 * 10 * turns(1)
 
 
-def test_what_both_sides_can_reach_goes_straight_on() -> None:
-    world = World(False, False, polls=0)
+@pytest.mark.parametrize("world", [(False, False, 0)], indirect=True)
+def test_what_both_sides_can_reach_goes_straight_on(world: World) -> None:
     handle = world.post((0, 0, SIZE))
     assert handle.done
     assert world.sink.segment.read(SIZE) == world.content
     assert world.fabric.posts == [(world.source.agent, 1)]
-    world.close()
 
 
 # --- failures
 
 
+@pytest.mark.parametrize("world", SIDES, ids=["both", "sink", "source"], indirect=True)
 def test_a_source_that_dies_settles_the_read_and_frees_the_slots(world: World) -> None:
     handle = world.post((0, 0, 8 * SLOT))
     world.source.inner.close()
@@ -277,62 +270,56 @@ def test_a_source_that_dies_settles_the_read_and_frees_the_slots(world: World) -
         assert len(world.sink.transport._slots._free) == NUM_SLOTS
 
 
-def test_a_read_in_doubt_costs_slots_but_touches_nothing() -> None:
+@pytest.mark.parametrize("world", [(True, False)], indirect=True)
+def test_a_read_in_doubt_costs_slots_but_touches_nothing(world: World) -> None:
     """What may still land lands in the ring: the blocks are safe, and the slot is not used again."""
-    world = World(True, False)
-    handle = world.post((0, 0, 2 * SLOT))
-    world.fabric.errors[world.source.agent] = TransportError("a descriptor failed", settled=False)
-    assert world.failure_of(handle).settled
-    assert world.free_slots() == [NUM_SLOTS - 1]
-    for _ in range(NUM_SLOTS - 1):
+    for num_left in reversed(range(NUM_SLOTS)):
         handle = world.post((0, 0, SLOT))
-        world.fabric.errors[world.source.agent] = TransportError("again", settled=False)
-        with pytest.raises(TransportError):
-            world.run(handle)
+        world.fabric.errors[world.source.agent] = TransportError("a descriptor failed", settled=False)
+        assert world.failure_of(handle).settled
+        assert world.free_slots() == [num_left]
     with pytest.raises(TransportError, match="every buffer is in doubt"):
         world.post((0, 0, SLOT))
     assert world.sink.reported == [MoverWorn()]
-    world.close()
 
 
-def test_a_direct_destination_in_doubt_is_said_to_be(lent: World) -> None:
-    handle = lent.post((0, 0, SLOT))
-    lent.settle()
-    lent.fabric.errors[lent.source.agent] = TransportError("a descriptor failed", settled=False)
-    assert not lent.failure_of(handle).settled
+def test_a_direct_destination_in_doubt_is_said_to_be(world: World) -> None:
+    handle = world.post((0, 0, SLOT))
+    world.settle()
+    world.fabric.errors[world.source.agent] = TransportError("a descriptor failed", settled=False)
+    assert not world.failure_of(handle).settled
 
 
-def test_a_lost_connection_hides_no_failure_that_proves_nothing(lent: World) -> None:
+def test_a_lost_connection_hides_no_failure_that_proves_nothing(world: World) -> None:
     """One chunk's connection is lost, and that may prove it over; the other's may still land."""
-    handle = lent.post((0, 0, SLOT), (SLOT, SLOT, SLOT))
+    handle = world.post((0, 0, SLOT), (SLOT, SLOT, SLOT))
     assert isinstance(handle, StagedRead)
-    lent.fabric.stalled.add(lent.source.agent)
-    lent.settle()
+    world.fabric.stalled.add(world.source.agent)
+    world.settle()
     while any(chunk.handle is None for chunk in handle.active):
-        lent.sink.transport.poll(handle)
-        lent.source.transport.progress()
-    lent.fabric.stalled.clear()
+        world.sink.transport.poll(handle)
+        world.source.transport.progress()
+    world.fabric.stalled.clear()
     for fault in (
         TransportError("disconnected", settled=False, lost=True),
         TransportError("a descriptor failed", settled=False),
     ):
         assert handle.active
-        lent.fabric.errors[lent.source.agent] = fault
+        world.fabric.errors[world.source.agent] = fault
         with suppress(TransportError):
-            lent.sink.transport.poll(handle)
+            world.sink.transport.poll(handle)
     assert not handle.active
     with pytest.raises(TransportError) as raised:
-        lent.sink.transport.poll(handle)
+        world.sink.transport.poll(handle)
     assert not raised.value.settled
 
 
 @pytest.mark.parametrize("method", ["copy", "record", "is_done"])
-@pytest.mark.parametrize("source_staged", [False, True])
+@pytest.mark.parametrize("world", [(True, False), (True, True)], indirect=True)
 def test_a_copy_that_fails_or_was_half_started_is_in_doubt(
-    monkeypatch: pytest.MonkeyPatch, method: str, source_staged: bool
+    world: World, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Of a list of copies the first may run when the driver refuses the second."""
-    world = World(True, source_staged, polls=2)
     real, own = getattr(world.driver, method), world.sink.transport._pinned
     assert own is not None
 
@@ -342,39 +329,32 @@ def test_a_copy_that_fails_or_was_half_started_is_in_doubt(
         raise DeviceError(f"cannot {method}: an illegal address")
 
     handle = world.post((0, 0, SLOT))
-    monkeypatch.setattr(world.driver, method, fail)
-    assert not world.failure_of(handle, "illegal address").settled
-    monkeypatch.undo()
-    world.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.driver, method, fail)
+        assert not world.failure_of(handle, "illegal address").settled
 
 
-def test_a_copy_for_a_reader_that_fails_is_no_failure_of_a_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(True, True)
+@pytest.mark.parametrize("world", [(True, True)], indirect=True)
+def test_a_copy_for_a_reader_that_fails_is_no_failure_of_a_read_here(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lender, real = world.sink.transport._source, world.driver.record
     assert lender is not None
 
     def fail(stream: object) -> object:
-        if stream is lender.pinned._stream or stream == lender.pinned._stream:
+        if stream is lender.pinned._stream:
             raise DeviceError("cannot cuEventRecord: an illegal address")
         return real(stream)
 
     handle = world.post((0, 0, SLOT))
     world.source.transport.load_remote(world.sink.metadata)
-    world.source.transport.post(
-        world.sink.agent,
-        single_run(world.source.segment.address, world.sink.segment.address, SLOT),
-        world.kinds,
-    )
-    monkeypatch.setattr(world.driver, "record", fail)
-    for _ in range(50):
-        if world.sink.transport.poll(handle):
-            break
-        world.source.transport.progress()
-    assert handle.done
-    with pytest.raises(DeviceError, match="illegal address"):
-        world.sink.transport.progress()
-    monkeypatch.undo()
-    world.close()
+    theirs = single_run(world.source.segment.address, world.sink.segment.address, SLOT)
+    world.source.transport.post(world.sink.agent, theirs, world.kinds)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.driver, "record", fail)
+        world.run(handle)
+        with pytest.raises(DeviceError, match="illegal address"):
+            world.sink.transport.progress()
 
 
 @pytest.mark.parametrize(
@@ -403,42 +383,40 @@ def test_what_cannot_be_staged_leaves_nothing_and_can_be_closed(
         transport.close()
 
 
+@pytest.mark.parametrize("world", [(True, True)], indirect=True)
 def test_a_driver_that_breaks_does_not_keep_a_mover_from_ending(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a kernel's illegal access every call of the process fails, those of its mover's thread too."""
-    world = World(True, True)
 
     def fail(_: object) -> None:
         raise DeviceError("cannot cuStreamSynchronize: an illegal address")
 
-    for method in ("synchronize", "close_stream", "free_host"):
-        monkeypatch.setattr(world.driver, method, fail)
-    world.sink.transport.close()
-    world.source.transport.close()
+    with monkeypatch.context() as patch:
+        for method in ("synchronize", "close_stream", "free_host"):
+            patch.setattr(world.driver, method, fail)
+        world.sink.transport.close()
+        world.source.transport.close()
     assert "illegal address" in caplog.text
-    monkeypatch.undo()
-    for side in (world.sink, world.source):
-        side.segment.close()
 
 
-def test_a_chunk_that_was_taken_back_is_not_delivered(lent: World) -> None:
+def test_a_chunk_that_was_taken_back_is_not_delivered(world: World) -> None:
     """A reader so slow that its loan has ended finds another stamp, whatever the clocks say."""
-    handle = lent.post((0, 0, SLOT))
-    lent.settle()  # lent
-    lent.now += staging_source.CHUNK_LEASE_S + 1
-    lent.source.transport.progress()  # ended
-    lent.now -= staging_source.CHUNK_LEASE_S + 1
-    assert lent.failure_of(handle, "took a chunk back").settled
+    handle = world.post((0, 0, SLOT))
+    world.settle()  # lent
+    world.now += staging_source.CHUNK_LEASE_S + 1
+    world.source.transport.progress()  # ended
+    world.now -= staging_source.CHUNK_LEASE_S + 1
+    assert world.failure_of(handle, "took a chunk back").settled
 
 
-def test_a_reader_that_never_gives_back_holds_a_slot_for_so_long(lent: World) -> None:
-    lent.post((0, 0, 2 * SLOT))
-    lent.settle()
-    assert lent.free_slots() == [NUM_SLOTS - 2]
-    lent.now += staging_source.CHUNK_LEASE_S + 1
-    lent.source.transport.progress()
-    assert lent.free_slots() == [NUM_SLOTS]
+def test_a_reader_that_never_gives_back_holds_a_slot_for_so_long(world: World) -> None:
+    world.post((0, 0, 2 * SLOT))
+    world.settle()
+    assert world.free_slots() == [NUM_SLOTS - 2]
+    world.now += staging_source.CHUNK_LEASE_S + 1
+    world.source.transport.progress()
+    assert world.free_slots() == [NUM_SLOTS]
 
 
 # --- notes from anybody
@@ -476,30 +454,30 @@ class Stranger:
 
 
 @pytest.fixture
-def stranger(lent: World) -> Iterator[Stranger]:
-    made = Stranger(lent, lent.source)
+def stranger(world: World) -> Iterator[Stranger]:
+    made = Stranger(world, world.source)
     yield made
     made.segment.close()
 
 
-def test_a_reader_that_is_gone_keeps_no_slot_for_long(lent: World, stranger: Stranger) -> None:
+def test_a_reader_that_is_gone_keeps_no_slot_for_long(world: World, stranger: Stranger) -> None:
     """It has requested many chunks, of which it takes none, and takes back no request."""
-    base = lent.source.segment.address
+    base = world.source.segment.address
     for number in range(5 * NUM_SLOTS):
         stranger.send_request((base, 10), number=number)
-    handle = lent.post((0, 0, SLOT))
-    lent.settle()
-    assert not lent.sink.transport.poll(handle)
-    lent.now += staging_source.CHUNK_KEPT_S
-    lent.run(handle)
-    assert lent.sink.segment.read(SLOT) == lent.content[:SLOT]
+    handle = world.post((0, 0, SLOT))
+    world.settle()
+    assert not world.sink.transport.poll(handle)
+    world.now += staging_source.CHUNK_KEPT_S
+    world.run(handle)
+    assert world.sink.segment.read(SLOT) == world.content[:SLOT]
 
 
-def test_what_its_reader_has_given_up_is_not_served(lent: World, stranger: Stranger) -> None:
-    base = lent.source.segment.address
+def test_what_its_reader_has_given_up_is_not_served(world: World, stranger: Stranger) -> None:
+    base = world.source.segment.address
     served = [stranger.send_request((base, 10), number=number) for number in range(NUM_SLOTS + 1)]
     assert [len(replies) for replies in served] == [1] * NUM_SLOTS + [0]
-    lent.now += staging_source.CHUNK_REPLY_TIMEOUT_S
+    world.now += staging_source.CHUNK_REPLY_TIMEOUT_S
     assert stranger.answers() == []
 
 
@@ -519,13 +497,13 @@ def test_what_its_reader_has_given_up_is_not_served(lent: World, stranger: Stran
     ],
 )
 def test_an_ask_for_what_is_not_lent_is_denied(
-    lent: World, stranger: Stranger, stretches: list[tuple[int, int]]
+    world: World, stranger: Stranger, stretches: list[tuple[int, int]]
 ) -> None:
-    base = lent.source.segment.address
+    base = world.source.segment.address
     replies = stranger.send_request(*[(base + offset, length) for offset, length in stretches])
     replies += stranger.send_request(((1 << 64) - 8, 16), number=2)  # its end wraps around
     assert [type(reply) for reply in replies] == [ChunkRefused] * 2
-    assert lent.free_slots() == [NUM_SLOTS]
+    assert world.free_slots() == [NUM_SLOTS]
 
 
 @pytest.mark.parametrize(
@@ -541,89 +519,86 @@ def test_an_ask_for_what_is_not_lent_is_denied(
         encode(ChunkRequest(number=-1, addresses=bytes(8), lengths=bytes(4), metadata=b"nonsense")),
     ],
 )
-def test_nonsense_changes_nothing(lent: World, stranger: Stranger, note: bytes) -> None:
-    handle = lent.post((0, 0, SLOT))
+def test_nonsense_changes_nothing(world: World, stranger: Stranger, note: bytes) -> None:
+    handle = world.post((0, 0, SLOT))
     stranger.say(note)
-    lent.run(handle)
-    assert lent.sink.segment.read(SLOT) == lent.content[:SLOT]
+    world.run(handle)
+    assert world.sink.segment.read(SLOT) == world.content[:SLOT]
 
 
-def test_whoever_knows_a_sources_name_does_not_know_a_requests_number(lent: World) -> None:
+def test_whoever_knows_a_sources_name_does_not_know_a_requests_number(world: World) -> None:
     """The name of an agent in a message is what its sender wrote."""
-    handle = lent.post((0, 0, SLOT))
-    notes = lent.fabric.notes.setdefault(lent.sink.agent, [])
+    handle = world.post((0, 0, SLOT))
+    notes = world.fabric.notes.setdefault(world.sink.agent, [])
     for number in range(100):
-        notes.append((lent.source.agent, encode(ChunkRefused(number=number, message="no"))))
-    lent.run(handle)
-    assert lent.sink.segment.read(SLOT) == lent.content[:SLOT]
+        notes.append((world.source.agent, encode(ChunkRefused(number=number, message="no"))))
+    world.run(handle)
+    assert world.sink.segment.read(SLOT) == world.content[:SLOT]
 
 
-def test_a_source_cannot_write_where_the_stamps_of_others_are_read(lent: World) -> None:
+def test_a_source_cannot_write_where_the_stamps_of_others_are_read(world: World) -> None:
     """Its own metadata for the reply is all that a source learns of the reader's memory."""
-    slots = lent.sink.transport._open_stamp_slots()
-    lent.source.inner.register(MemoryRange(lent.source.segment.address, SLOT))
-    lent.post((0, 0, SLOT))
-    ((_, note),) = lent.source.inner.receive_notifications()
+    slots = world.sink.transport._open_stamp_slots()
+    world.source.inner.register(MemoryRange(world.source.segment.address, SLOT))
+    world.post((0, 0, SLOT))
+    ((_, note),) = world.source.inner.receive_notifications()
     request = staging.decode_staging_message(note)
     assert isinstance(request, ChunkRequest)
-    lent.source.inner.load_remote(request.metadata)
+    world.source.inner.load_remote(request.metadata)
     with pytest.raises(TransportError, match="not registered"):
-        lent.source.inner.post(
-            lent.sink.agent, single_run(lent.source.segment.address, slots.span.address, STAMP_BYTES)
+        world.source.inner.post(
+            world.sink.agent, single_run(world.source.segment.address, slots.span.address, STAMP_BYTES)
         )
 
 
-def test_an_agent_that_came_by_a_request_does_not_say_where_reads_go(lent: World) -> None:
-    base, other = lent.source.segment.address, lent.sink.segment.address + SLOT
+def test_an_agent_that_came_by_a_request_does_not_say_where_reads_go(world: World) -> None:
+    base, other = world.source.segment.address, world.sink.segment.address + SLOT
     span = MemoryRange(other, SLOT)
-    lent.sink.inner.register(span)
-    lent.source.inner.register(MemoryRange(base, SLOT))
+    world.sink.inner.register(span)
+    world.source.inner.register(MemoryRange(base, SLOT))
     request = ChunkRequest(
         number=1,
         addresses=np.array([base], dtype="<u8").tobytes(),
         lengths=np.array([8], dtype="<u4").tobytes(),
-        metadata=lent.sink.inner.metadata([span]),
+        metadata=world.sink.inner.metadata([span]),
     )
-    notes = lent.fabric.notes.setdefault(lent.source.agent, [])
+    notes = world.fabric.notes.setdefault(world.source.agent, [])
 
     def is_readable() -> bool:
         with suppress(TransportError):
-            lent.source.inner.post(lent.sink.agent, single_run(base, other, 8))
+            world.source.inner.post(world.sink.agent, single_run(base, other, 8))
             return True
         return False
 
-    notes.append((lent.sink.agent, encode(request)))
-    lent.settle()
+    notes.append((world.sink.agent, encode(request)))
+    world.settle()
     assert is_readable()
-    registered = MemoryRange(lent.sink.segment.address, 8)
-    lent.sink.inner.register(registered)
-    metadata = lent.sink.inner.metadata([registered])
-    lent.source.transport.load_remote(metadata, lent.sink.agent)
+    registered = MemoryRange(world.sink.segment.address, 8)
+    world.sink.inner.register(registered)
+    metadata = world.sink.inner.metadata([registered])
+    world.source.transport.load_remote(metadata, world.sink.agent)
     assert not is_readable()
     # Nor does one that comes later, when the connection is lost.
-    lent.source.inner.drop_remote(lent.sink.agent)
-    notes = lent.fabric.notes.setdefault(lent.source.agent, [])
-    notes.append((lent.sink.agent, encode(request)))
-    lent.settle()
+    world.source.inner.drop_remote(world.sink.agent)
+    notes = world.fabric.notes.setdefault(world.source.agent, [])
+    notes.append((world.sink.agent, encode(request)))
+    world.settle()
     assert not is_readable()
 
 
 @pytest.mark.parametrize("stamp", [b"", bytes(15), bytes(4096)])
-def test_a_source_that_lends_what_cannot_be_fails_the_read(stamp: bytes) -> None:
-    world = World(False, True)
+def test_a_source_that_lends_what_cannot_be_fails_the_read(world: World, stamp: bytes) -> None:
     handle = world.post((0, 0, SLOT))
-    ((_, send_request),) = world.source.inner.receive_notifications()
-    number = staging.decode_staging_message(send_request).number
+    ((_, note),) = world.source.inner.receive_notifications()
+    number = staging.decode_staging_message(note).number
     world.source.inner.load_remote(world.sink.metadata)
     reply = ChunkReady(number=number, address=world.source.segment.address, stamp_address=4096, stamp=stamp)
     world.source.inner.notify(world.sink.agent, encode(reply))
-    with pytest.raises(TransportError, match="cannot be"):
-        world.run(handle)
-    world.close()
+    world.failure_of(handle, "cannot be")
 
 
-def test_waiting_asks_are_limited(lent: World, stranger: Stranger) -> None:
-    base = lent.source.segment.address
+def test_waiting_asks_are_limited(world: World, stranger: Stranger) -> None:
+    base = world.source.segment.address
     for number in range(1, staging_source.MAX_WAITING_PER_AGENT + NUM_SLOTS + 2):
         replies = stranger.send_request((base, 8), number=number)
     assert [type(reply) for reply in replies] == [ChunkRefused]
