@@ -100,7 +100,7 @@ def test_the_service_manager_is_told(fleet: Fleet, tmp_path: Path) -> None:
         assert daemon.wait() == 0
 
 
-def test_other_signals_end_nothing(fleet: Fleet) -> None:
+def test_sigint_ends_it_as_sigterm_does_and_other_signals_end_nothing(fleet: Fleet) -> None:
     daemon = fleet.daemon("node")
     for number in (signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         for _ in range(3):
@@ -112,10 +112,6 @@ def test_other_signals_end_nothing(fleet: Fleet) -> None:
         "the others noted",
     )
     assert daemon.is_ready
-
-
-def test_sigint_ends_it_with_0_and_removes_its_sockets_as_sigterm_does(fleet: Fleet) -> None:
-    daemon = fleet.daemon("node")
     fleet.engine(daemon, spec_of("prefill"))
     movers = daemon.movers()
     assert movers

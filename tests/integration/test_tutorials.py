@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvxferd import engine as kv
-from kvxferd.errors import Code, EngineError, LayoutError
+from kvxferd.errors import EngineError, LayoutError
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
 from kvxferd.memory import share
 from tests.support.documented_commands import ROOT, blocks_of
@@ -115,19 +115,6 @@ class TestRegister:
             wait_until(lambda: bool(other.poll()) or ticket.delivered is not None, "delivered")
             assert ticket.delivered
             assert torch.equal(read.view(torch.uint8).ravel(), place[moved : moved + read.nbytes])
-
-    def test_where_no_placement_works_the_message_lists_each(self, fleet: Fleet) -> None:
-        torch = pytest.importorskip("torch")
-        small = kv.NamedTensor(tensor=torch.zeros(2, 4, 16, 8, 64), dims=DIMS)
-        socket = fleet.shared("node").worker_socket
-        with pytest.raises(EngineError) as refused:
-            kv.register(socket, self.SPEC, {"cache": small}, placements=["memfd", "adopted"])
-        assert refused.value.code is Code.REGION_NOT_EXPORTABLE
-        heading, child = refused.value.message.splitlines()
-        assert heading == "cannot register rank (0, 0) of e: no placement works"
-        assert child.startswith("  child: cannot share tensor 'cache'")
-        with pytest.raises(EngineError, match="there are memfd, adopted, exported, resident"):
-            kv.register(socket, self.SPEC, {"cache": small}, placements=["sealed"])
 
 
 def test_the_refusal_on_the_page_is_the_one_that_comes() -> None:

@@ -18,7 +18,6 @@ from tests.support.connector_harness import engines_on
 from tests.support.http_engine import CHAT, COMPLETIONS, HttpEngine, content_of, prompt_of
 from tests.support.nodes.fleet import Fleet
 from tests.support.router_protocols import (
-    PREFILL_PARAMS,
     PREFILLER_HEADER,
     Answer,
     LlmdSidecar,
@@ -211,17 +210,3 @@ def test_a_cache_by_another_reference_is_decoded_by_that(
     reply = engines.send("overlapping", REQUESTS[COMPLETIONS])
     assert reply.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
     assert engines.decode.served[-1].num_pulled == len(PROMPT)
-
-
-def test_a_router_must_pass_on_every_field(engines: Engines) -> None:
-    """One that keeps the fields it knows, those of vLLM's NIXL connector, loses the reference."""
-    requested = REQUESTS[COMPLETIONS] | {"max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
-    params = json.loads(post(engines.prefill[0].url, COMPLETIONS, requested).text)["kv_transfer_params"]
-    known = {"do_remote_prefill": True} | {name: params.get(name) for name in PREFILL_PARAMS}
-    known["do_remote_prefill"] = True
-    kept = post(engines.decode.url, COMPLETIONS, REQUESTS[COMPLETIONS] | {"kv_transfer_params": known})
-    whole = post(engines.decode.url, COMPLETIONS, REQUESTS[COMPLETIONS] | {"kv_transfer_params": params})
-    assert (kept.status, whole.status) == (200, 200)
-    assert [served.num_pulled for served in engines.decode.served] == [0, len(PROMPT)]
-    assert params["remote_engine_id"] == "prefill-0"
-    engines.prefill[0].wait_until_released(1)

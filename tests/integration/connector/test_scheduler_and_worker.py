@@ -200,15 +200,6 @@ def test_unread_blocks_come_back_when_the_lease_ends(engine: Make) -> None:
 
 
 @OWN_DAEMON
-def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: Daemon) -> None:
-    prefill = engine("prefill", publishes=True, lease_s=1.0)
-    assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
-    prefill.step()
-    daemon.kill()
-    assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
-
-
-@OWN_DAEMON
 def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(engine: Make, daemon: Daemon) -> None:
     prefill, decode = engine("prefill", publishes=True, lease_s=60), engine("decode", deadline_s=5)
     params = prefill.prefilled("p-1", 8, [1, 2], fill=5)

@@ -10,14 +10,13 @@ from kvxferd.mover.transport.nixl import import_library
 from tests.support.mover_harness import Node
 
 
-@pytest.mark.parametrize("name", ["NONE_SUCH", "POSIX", "OBJ"])
-async def test_a_backend_that_cannot_be_used_is_refused_at_start(name: str) -> None:
-    async with Node("here", backend=Backend(name)) as node:
+async def test_a_backend_that_cannot_be_used_is_refused_at_start() -> None:
+    async with Node("here", backend=Backend("POSIX")) as node:
         with pytest.raises(MoverError) as refused:
             await node.pool.acquire()
         assert refused.value.code is Code.NIXL_UNAVAILABLE
         assert refused.value.message == node.pool.decisions.unavailable
-        assert f"cannot use mover.backend = {name}: " in refused.value.message
+        assert "cannot use mover.backend = POSIX: " in refused.value.message
         for plugin in set(import_library().plugins()) - STORAGE_BACKENDS:
             assert plugin in refused.value.message
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvxferd.wire.mover import ReadWay
 from tests.support.mover_harness import WORD, Node, Pools, Served, Sink, Worker, serve, sink
 
 TOKENS_A_BLOCK = 16
@@ -65,16 +64,6 @@ async def test_every_byte_arrives_through_chunks(pair: tuple[Node, Node], make_w
     assert outcome.covered_bytes == outcome.bytes == 1000 * 4 * 2 * TOKENS_A_BLOCK * 128
     reading.check(ours, theirs)
     reading.close()
-
-
-async def test_without_a_grant_of_memory_every_byte_arrives_directly(pools: Pools, make_worker: Make) -> None:
-    there = await pools.node("there")
-    async with Node("here", chunk_memory=0, read_way=ReadWay.COVERING) as here:
-        reading = await TwoToOne.make(there, here, make_worker)
-        outcome = await reading.reader.outcome(reading.start(range(9), range(20, 29)))
-        assert (outcome.delivered, outcome.covered_bytes) == (True, 0)
-        reading.check(range(9), range(20, 29))
-        reading.close()
 
 
 async def test_auto_covers_what_is_scattered_and_not_what_is_long(pools: Pools, make_worker: Make) -> None:
