@@ -47,9 +47,6 @@ def test_long_records_are_fewer() -> None:
     for _ in range(1000):
         history.add(msgspec.structs.replace(pull_record("failed", Code.DEADLINE), message="x" * 2000))
     assert 10 < len(history.records()) < 40
-    assert (
-        sum(len(record.message) for record in history.records() if isinstance(record, PullRecord)) < 2 << 16
-    )
 
 
 @pytest.mark.parametrize(

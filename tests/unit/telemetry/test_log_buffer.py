@@ -154,16 +154,9 @@ def test_a_process_with_a_full_pipe_ends(pipe: Pipe) -> None:
         "print('all logged', flush=True)\n"
         "raise RuntimeError('lost')\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=pipe.writing)
-    try:
-        assert process.wait(60) == 1
-        assert process.stdout is not None
-        assert process.stdout.read() == b"all logged\n"
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout:
-            process.stdout.close()
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=pipe.writing, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (1, b"all logged\n")
 
 
 def test_lines_gather_and_an_error_or_the_end_writes_them_at_once(

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxferd.errors import Code
+from kvxferd.ids import BootId, Endpoint
 from kvxferd.records import PHASES, PullRecord, ReleaseRecord
 from kvxferd.telemetry.traces import tracer as module
 from kvxferd.telemetry.traces.spans import Span, TracedRecord, spans_of
 from kvxferd.telemetry.traces.tracer import MAX_BATCH, MAX_QUEUED, Tracer
 from kvxferd.wire.traceparent import span_id_for
+from tests.support.trace_receiver import TraceReceiver
 from tests.support.traced_records import OWN, PARENT, STARTED, TRACE, TRACEPARENT, pull_record
 
 phase_times = st.dictionaries(st.sampled_from(PHASES), st.floats(-1, 1e4))
@@ -208,3 +210,52 @@ def test_the_end_waits_for_a_silent_collector_no_longer_than_it_may(
     assert exported.closed == 1
     tracer._thread.join(LIMIT_S)
     assert not tracer._thread.is_alive()
+
+
+# --- what a collector gets over OTLP, and collectors that refuse
+
+
+@pytest.fixture
+def receiver() -> Iterator[TraceReceiver]:
+    pytest.importorskip("opentelemetry.sdk", reason="kvxferd[tracing] is not installed")
+    receiver = TraceReceiver()
+    yield receiver
+    receiver.close()
+
+
+def test_what_the_collector_gets_and_what_one_says_that_refuses(receiver: TraceReceiver) -> None:
+    from kvxferd.telemetry.traces.otlp import OtlpExporter
+
+    exporter = OtlpExporter(receiver.endpoint, BootId("boot-1"), Endpoint(f"tcp://h:1#{'ab' * 32}"))
+    receiver.status = 400
+    assert "does not take them" in exporter.export(list(spans_of(pull_record())))
+    receiver.status = 200
+    failed = pull_record(
+        outcome="failed", code=None, message="\xe9\U0001f600", failed_phase="grant", bytes=1 << 40
+    )
+    assert exporter.export(list(spans_of(failed))) == ""
+    exporter.close()
+    pull, grant = receiver.spans
+    assert (pull.trace_id, pull.span_id, pull.parent_id) == (TRACE, OWN, PARENT)
+    assert (pull.kind, pull.is_error, pull.message) == ("CLIENT", True, "failed: \xe9\U0001f600")
+    assert pull.attributes["kvxferd.bytes"] == 1 << 40
+    assert pull.end_ns - pull.start_ns == 2 * 10**9
+    assert (grant.parent_id, grant.is_error) == (OWN, True)
+    assert pull.resource["service.name"] == "kvxferd"
+    assert pull.resource["service.instance.id"] == "boot-1"
+    assert pull.resource["kvxferd.endpoint"] == "tcp://h:1"
+
+
+@pytest.mark.parametrize(
+    ("setting", "url"),
+    [
+        ("http://h:4318", "http://h:4318/v1/traces"),
+        ("http://h:4318/", "http://h:4318/v1/traces"),
+        ("https://h/otlp/v1/traces", "https://h/otlp/v1/traces"),
+    ],
+)
+def test_the_path_is_otlps_own_where_none_is_set(setting: str, url: str) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="kvxferd[tracing] is not installed")
+    from kvxferd.telemetry.traces.otlp import traces_url
+
+    assert traces_url(setting) == url
