@@ -23,11 +23,11 @@ from kvxferd.client import (
     TransferRef,
     connect,
 )
-from kvxferd.client.fence_slots import FenceSlots
+from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineId, Generation, Rank, RegionId, TransferId
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
-from kvxferd.memory import FencePage, SealedMemory
+from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
 from tests.support.nodes.waiting import wait_until
 from tests.support.scripted_daemon import WAIT_S, DaemonSide, Mover, ScriptedDaemon
@@ -45,13 +45,6 @@ REF = TransferRef(
     transfer_id=TransferId("req-1"),
     nonce="ab" * 16,
 )
-
-
-def slots_on(page: FencePage) -> FenceSlots:
-    """Fence slots of a session that is registered with that page."""
-    slots = FenceSlots()
-    slots.switch_page(page)
-    return slots
 
 
 def blocks(*ids: int, first_token: int = 0) -> dict[str, BlockList]:
@@ -114,6 +107,7 @@ class Stage:
     memory: SealedMemory
     side: DaemonSide = field(init=False)
     mover: Mover = field(init=False)
+    register: worker.Register = field(init=False)  # of the rank
 
     def calling(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Make a blocking call in another thread, while the test plays the daemon."""
@@ -133,11 +127,15 @@ class Stage:
         self.stack.callback(client.close)
         return client
 
+    def registering(self, client: Client, **options: Any) -> Future[RankHandle]:
+        """Register the rank in another thread."""
+        regions = {REGION: self.memory}
+        return self.calling(client.register, SPEC, LAYOUT, regions, **{"timeout_s": WAIT_S} | options)
+
     def rank(self, lease_s: float = 30.0) -> RankHandle:
         """A rank that is registered."""
-        client = self.client(lease_s)
-        registering = self.calling(client.register, SPEC, LAYOUT, {REGION: self.memory}, WAIT_S)
-        self.side.register(self.new_mover())
+        registering = self.registering(self.client(lease_s))
+        self.register = self.side.register(self.new_mover())
         return registering.result(WAIT_S)
 
     def rejoin(self, lease_s: float = 30.0) -> DaemonSide:
@@ -172,9 +170,26 @@ class Stage:
         self.daemon.stop()
         wait_until(lambda: not session.is_connected, "loss noticed")
 
+    def publish(self, session: Publisher, name: str = "req-1", **options: Any) -> worker.Publish:
+        """Publish blocks of 48 tokens; return what the daemon has got."""
+        session.publish(name, blocks(), num_tokens=48, **options)
+        published = self.side.expect(worker.Publish)
+        assert published.transfer_id == name
+        return published
 
-def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTicket:
-    """A pull that its daemon has."""
-    ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=deadline_s)
-    assert stage.side.expect(worker.PullRequest).ticket == ticket.number
-    return ticket
+    def pull(self, rank: RankHandle, deadline_s: float = 30.0) -> PullTicket:
+        """A pull that its daemon has."""
+        ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=deadline_s)
+        assert self.side.expect(worker.PullRequest).ticket == ticket.number
+        return ticket
+
+    def fail(self, ticket: PullTicket, is_safe: bool, code: Code = Code.TRANSPORT) -> None:
+        """Have the daemon say that a pull has failed."""
+        self.side.say(
+            worker.TicketFailed(ticket=ticket.number, code=code, message="cannot", safe_to_reuse=is_safe)
+        )
+
+
+def delivered(ticket: PullTicket) -> worker.TicketDelivered:
+    """What a daemon or a mover says of a pull that has arrived."""
+    return worker.TicketDelivered(ticket=ticket.number, bytes=3, runs=2, wire_s=0.5)

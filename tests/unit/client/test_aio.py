@@ -11,33 +11,24 @@ from kvxferd.client.aio import events, in_thread
 from kvxferd.client.events import Delivered, Disconnected
 from kvxferd.errors import Code
 from kvxferd.wire import worker
-from tests.support.client_harness import Stage, pulled
+from tests.support.client_harness import Stage, delivered
 
 
 async def test_events_come_as_they_are_emitted_until_the_session_is_over(stage: Stage) -> None:
     rank = await asyncio.to_thread(stage.rank)
-    ticket = await asyncio.to_thread(pulled, stage, rank)
-    stream = events(rank)
-    first = asyncio.ensure_future(anext(stream))
+    ticket = await asyncio.to_thread(stage.pull, rank)
+    cancelled = asyncio.ensure_future(anext(events(rank)))
     await asyncio.sleep(0)  # it waits
-    assert not first.done()
-    stage.side.say(worker.TicketDelivered(ticket=ticket.number, bytes=1, runs=1, wire_s=0.1))
-    assert await asyncio.wait_for(first, 10) == Delivered(ticket, 1, 1, 0.1)
+    assert not cancelled.done()
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    stage.side.say(delivered(ticket))
+    stream = events(rank)
+    assert await asyncio.wait_for(anext(stream), 10) == Delivered(ticket, 3, 2, 0.5)
     stage.side.say(worker.Farewell(code=Code.BAD_VERSION, message="upgrade"))
     rest = [event async for event in stream]
     assert [type(event) for event in rest] == [Disconnected]
-
-
-async def test_an_iteration_that_is_cancelled_loses_nothing(stage: Stage) -> None:
-    rank = await asyncio.to_thread(stage.rank)
-    ticket = await asyncio.to_thread(pulled, stage, rank)
-    waiting = asyncio.ensure_future(anext(events(rank)))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    stage.side.say(worker.TicketDelivered(ticket=ticket.number, bytes=1, runs=1, wire_s=0.1))
-    assert await asyncio.wait_for(anext(events(rank)), 10) == Delivered(ticket, 1, 1, 0.1)
 
 
 async def test_a_blocking_call_returns_what_it_returned() -> None:

@@ -2,85 +2,68 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from kvxferd.client import Delivered, Failed, PullTicket, RankHandle, Suspended
-from kvxferd.client.pulls import DEADLINE_GRACE_S
+from kvxferd.client import Delivered, Failed, PullTicket, Quiesced, Suspended
 from kvxferd.errors import Code
 from kvxferd.ids import Ticket
 from kvxferd.wire import worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.limits import MAX_DELIVERY_BYTES
-from tests.support.client_harness import Stage, events_of, one_event, one_failure, pulled
-
-
-def noticed_in_doubt(stage: Stage, rank: RankHandle) -> None:
-    """A pull that has failed in doubt, and then its mover's word."""
-    ticket = pulled(stage, rank)
-    failed = worker.TicketFailed(
-        ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False
-    )
-    stage.side.say(failed)
-    one_failure(rank)
-    stage.side.deliver(word_of(ticket))
+from tests.support.client_harness import Stage, delivered, events_of, one_event, one_failure
+from tests.support.nodes.waiting import wait_until
 
 
 def word_of(ticket: PullTicket) -> bytes:
-    return encode(worker.TicketDelivered(ticket=ticket.number, bytes=3, runs=2, wire_s=0.5))
+    return encode(delivered(ticket))
 
 
 def test_a_notice_counts_before_the_daemons_end(stage: Stage) -> None:
     rank = stage.rank()
-    told, untold = pulled(stage, rank), pulled(stage, rank)
+    told, untold = stage.pull(rank), stage.pull(rank)
     stage.side.deliver(word_of(told))
     stage.daemon.stop()
     stage.mover.die()
-    delivered, failed = events_of(rank, 2)
-    assert delivered == Delivered(told, 3, 2, 0.5)
-    assert isinstance(failed, Failed)
-    assert failed.ticket == untold
+    first, second = events_of(rank, 2)
+    assert first == Delivered(told, 3, 2, 0.5)
+    assert isinstance(second, Failed)
+    assert second.ticket == untold
 
 
 def test_a_mover_that_outlives_its_daemon_is_believed(stage: Stage) -> None:
     rank = stage.rank()
-    ticket = pulled(stage, rank)
-    side, stage.side.fds = stage.side, list(stage.side.fds)
-    fds, side.fds = side.fds, []
+    ticket = stage.pull(rank)
+    side, kept = stage.side, list(stage.side.fds)
+    side.fds.clear()  # the mover's, too
     stage.daemon.stop()
-    deadline = time.monotonic() + 10.0
-    while rank.is_connected:
-        assert time.monotonic() < deadline
-    side.fds = fds
+    wait_until(lambda: not rank.is_connected, "loss noticed")
+    side.fds = kept
     side.deliver(word_of(ticket))
     stage.mover.die()
     assert one_event(rank) == Delivered(ticket, 3, 2, 0.5)
     side.close()
 
 
-def test_one_that_failed_in_doubt_is_not_among_the_last_words(stage: Stage) -> None:
+def test_a_notice_counts_before_the_deadline(stage: Stage) -> None:
     rank = stage.rank()
-    noticed_in_doubt(stage, rank)
-    assert len(rank.poll()) == 1
+    told, untold = (stage.pull(rank, deadline_s=0.05) for _ in range(2))
+    stage.side.deliver(word_of(told))
+    assert stage.side.expect(worker.Cancel).ticket == untold.number  # both are due now
+    first, second = events_of(rank, 2)
+    assert first == Delivered(told, 3, 2, 0.5)
+    assert isinstance(second, Failed)
+
+
+def test_a_notice_after_a_failure_in_doubt_gives_the_blocks_back_and_is_no_last_word(stage: Stage) -> None:
+    rank = stage.rank()
+    ticket = stage.pull(rank)
+    stage.fail(ticket, is_safe=False)
+    one_failure(rank)
+    stage.side.deliver(word_of(ticket))
+    assert isinstance(one_event(rank), Quiesced)
     rank.close()
     with pytest.raises(ConnectionError):
         stage.side.receive()
-
-
-def test_a_notice_counts_before_the_deadline(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket = pulled(stage, rank, deadline_s=0.05)
-    stage.side.deliver(word_of(ticket))
-    # No event tells when the client's own timer is due too: by the notice its descriptor is readable already.
-    time.sleep(0.05 + DEADLINE_GRACE_S + 0.25)
-    assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
-
-
-def test_a_notice_after_a_failure_in_doubt_gives_the_blocks_back(stage: Stage) -> None:
-    rank = stage.rank()
-    noticed_in_doubt(stage, rank)
-    assert type(one_event(rank)).__name__ == "Quiesced"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +78,7 @@ def test_a_notice_after_a_failure_in_doubt_gives_the_blocks_back(stage: Stage) -
 )
 def test_nonsense_ends_the_connection(stage: Stage, raw: bytes) -> None:
     rank = stage.rank()
-    pulled(stage, rank)
+    stage.pull(rank)
     stage.side.deliver(raw)
     rank.poll()
     with pytest.raises(ConnectionError):
@@ -106,7 +89,7 @@ def test_nonsense_ends_the_connection(stage: Stage, raw: bytes) -> None:
 
 def test_the_daemon_hears_of_them_before_suspend(stage: Stage) -> None:
     rank = stage.rank()
-    ticket = pulled(stage, rank)
+    ticket = stage.pull(rank)
     stage.side.deliver(word_of(ticket))
     assert isinstance(one_event(rank), Delivered)
     rank.suspend()
@@ -119,7 +102,7 @@ def test_the_daemon_hears_of_them_before_suspend(stage: Stage) -> None:
 
 def test_the_daemon_hears_of_them_before_the_end(stage: Stage) -> None:
     rank = stage.rank()
-    told, unread = pulled(stage, rank), pulled(stage, rank)
+    told, unread = stage.pull(rank), stage.pull(rank)
     stage.side.deliver(word_of(told))
     assert isinstance(one_event(rank), Delivered)
     stage.side.deliver(word_of(unread))
@@ -133,32 +116,15 @@ def test_the_daemon_hears_of_them_before_the_end(stage: Stage) -> None:
 
 def test_of_pulls_whose_mover_died_the_client_says_which_have_not_ended(stage: Stage) -> None:
     rank = stage.rank()
-    delivered, open_, cancelled = (pulled(stage, rank) for _ in range(3))
-    failed = worker.TicketFailed(
-        ticket=cancelled.number, code=Code.CANCELLED, message="no", safe_to_reuse=True
-    )
-    stage.side.say(failed)
-    stage.side.deliver(word_of(delivered))
-    tickets = (delivered.number, open_.number, cancelled.number)
-    stage.side.say(worker.PullsInterrupted(number=3, tickets=tickets))
-    resumed = stage.side.expect(worker.PullsResumed)
-    assert resumed == worker.PullsResumed(number=3, tickets=(open_.number,), arrived=(delivered.number,))
-    stage.side.deliver(word_of(open_))  # by the next mover
-    assert len(events_of(rank, 3)) == 3
-
-
-def test_a_pull_that_the_client_has_given_up_is_not_read_again(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket = pulled(stage, rank, deadline_s=0.01)
+    given_up = stage.pull(rank, deadline_s=0.01)
     one_failure(rank)
     stage.side.expect(worker.Cancel)
-    stage.side.say(worker.PullsInterrupted(number=3, tickets=(ticket.number,)))
-    assert stage.side.expect(worker.PullsResumed) == worker.PullsResumed(number=3, tickets=())
-
-
-def test_a_pull_that_was_never_asked_cannot_be_interrupted(stage: Stage) -> None:
-    rank = stage.rank()
-    stage.side.say(worker.PullsInterrupted(number=3, tickets=(7,)))
-    with pytest.raises(ConnectionError):
-        stage.side.receive()
-    rank.close()
+    arrived, open_, failed = (stage.pull(rank) for _ in range(3))
+    stage.fail(failed, is_safe=True, code=Code.CANCELLED)
+    stage.side.deliver(word_of(arrived))
+    tickets = tuple(ticket.number for ticket in (given_up, arrived, open_, failed))
+    stage.side.say(worker.PullsInterrupted(number=3, tickets=tickets))
+    resumed = stage.side.expect(worker.PullsResumed)
+    assert resumed == worker.PullsResumed(number=3, tickets=(open_.number,), arrived=(arrived.number,))
+    stage.side.deliver(word_of(open_))  # by the next mover
+    assert len(events_of(rank, 3)) == 3

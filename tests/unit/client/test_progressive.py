@@ -1,10 +1,10 @@
-"""`publish(ready_tokens=)`, `ready` with blocks, and progressive pulls."""
+"""`publish(ready_tokens=)` and `ready` with blocks: a transfer that grows."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvxferd.client import BlockList, make_ref
+from kvxferd.client import BlockList, RankHandle
 from kvxferd.errors import Code, EngineError
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
@@ -21,11 +21,17 @@ def ids_of(message: worker.Publish | worker.Ready) -> list[int]:
     return list(unpack_ids(message.blocks["full"].ids))
 
 
-def test_a_transfer_grows(stage: Stage) -> None:
+def growing(stage: Stage, *ids: int) -> RankHandle:
+    """A rank with a transfer of 40 tokens, 16 of which are written."""
     rank = stage.rank()
-    rank.publish("t1", lists(3), 40, ready_tokens=16)
+    rank.publish("t1", lists(*ids), 40, ready_tokens=16)
     published = stage.side.expect(worker.Publish)
-    assert (ids_of(published), published.num_tokens, published.ready_tokens) == ([3], 40, 16)
+    assert (ids_of(published), published.num_tokens, published.ready_tokens) == (list(ids), 40, 16)
+    return rank
+
+
+def test_a_transfer_grows(stage: Stage) -> None:
+    rank = growing(stage, 3)
     rank.ready("t1", 32, lists(1))
     extended = stage.side.expect(worker.Ready)
     assert (ids_of(extended), extended.ready_tokens) == ([1], 32)
@@ -33,9 +39,10 @@ def test_a_transfer_grows(stage: Stage) -> None:
     rank.add_blocks("t1", lists(2))
     added = stage.side.expect(worker.Ready)
     assert (ids_of(added), added.incarnation) == ([2], "")
-    rank.ready("t1")
-    report = stage.side.expect(worker.Ready)
-    assert (report.ready_tokens, report.incarnation) == (-1, extended.incarnation)
+    for all_tokens in ((40,), ()):
+        rank.ready("t1", *all_tokens)
+        report = stage.side.expect(worker.Ready)
+        assert (report.ready_tokens, report.incarnation) == (-1, extended.incarnation)
 
 
 @pytest.mark.parametrize("is_report", [True, False])
@@ -58,38 +65,16 @@ def test_many_blocks_are_sent_at_once_and_whole(stage: Stage, is_report: bool) -
 
 @pytest.mark.parametrize("first", [16, 48, -16])
 def test_blocks_that_do_not_continue_the_list_are_refused(stage: Stage, first: int) -> None:
-    rank = stage.rank()
-    rank.publish("t1", lists(3, 4), 80, ready_tokens=32)
-    stage.side.expect(worker.Publish)
+    rank = growing(stage, 3, 4)
     with pytest.raises(EngineError, match=f"from token {first} on: those before end at token 32") as refused:
-        rank.ready("t1", 48, {"full": BlockList(ids=[5], first_token=first)})
+        rank.ready("t1", 40, {"full": BlockList(ids=[5], first_token=first)})
     assert refused.value.code is Code.BLOCKS_INVALID
-    rank.ready("t1", 48, {"full": BlockList(ids=[1], first_token=32)})
+    rank.ready("t1", 40, {"full": BlockList(ids=[1], first_token=32)})
     assert ids_of(stage.side.expect(worker.Ready)) == [1]
 
 
-def test_a_report_of_too_much_adds_no_blocks(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.publish("t1", lists(3), 40, ready_tokens=16)
-    stage.side.expect(worker.Publish)
-    with pytest.raises(EngineError, match="to 41 tokens: it has 40"):
-        rank.ready("t1", 41, lists(1))
-    rank.ready("t1", 32, lists(2))
-    assert ids_of(stage.side.expect(worker.Ready)) == [2]
-
-
-def test_all_tokens_are_the_whole(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.publish("t1", lists(3, 1, 2), 40, ready_tokens=16)
-    stage.side.expect(worker.Publish)
-    rank.ready("t1", 40)
-    assert stage.side.expect(worker.Ready).ready_tokens == -1
-
-
 def test_the_next_daemon_gets_all_that_is_there(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.publish("t1", lists(3), 40, ready_tokens=16)
-    stage.side.expect(worker.Publish)
+    rank = growing(stage, 3)
     stage.lose(rank)
     rank.ready("t1", 32, lists(1))
     stage.daemon.start()
@@ -102,15 +87,13 @@ def test_the_next_daemon_gets_all_that_is_there(stage: Stage) -> None:
 
 
 def test_tokens_are_reported_when_they_are_written(stage: Stage) -> None:
-    rank, event = stage.rank(), Kernel()
-    rank.publish("t1", lists(3, 1), 40, ready_tokens=0)
-    stage.side.expect(worker.Publish)
-    rank.ready("t1", 16, lists(2), after=event)
-    stage.side.expect(worker.Ready)
+    rank, event = growing(stage, 3, 1), Kernel()
+    rank.ready("t1", 32, lists(2), after=event)
+    assert stage.side.expect(worker.Ready).incarnation == ""  # the blocks alone
     rank.ready("t2", 8)  # of another session's transfer: what was asked for later, and is written
     assert stage.side.expect(worker.Ready).transfer_id == "t2"
     event.done.set()
-    assert stage.side.expect(worker.Ready).ready_tokens == 16
+    assert stage.side.expect(worker.Ready).ready_tokens == 32
 
 
 def test_a_late_event_takes_nothing_back(stage: Stage) -> None:
@@ -134,17 +117,12 @@ def test_blocks_of_no_transfer_that_grows_are_refused(stage: Stage, transfer_id:
     assert refused.value.code is Code.TRANSFER_UNKNOWN
 
 
-@pytest.mark.parametrize("ready", [-1, 41])
-def test_impossible_numbers_are_refused(stage: Stage, ready: int) -> None:
-    rank = stage.rank()
-    with pytest.raises(EngineError):
-        rank.publish("t1", lists(3), 40, ready_tokens=ready)
-    rank.publish("t1", lists(3), 40, ready_tokens=0)
-    with pytest.raises(EngineError):
-        rank.ready("t1", ready)
-
-
-def test_a_progressive_pull_is_sent_as_one(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.pull(make_ref("tcp://10.0.0.1:9441", "e", "g1", "t1"), lists(3), 16, deadline_s=30, progressive=True)
-    assert stage.side.expect(worker.PullRequest).progressive
+def test_impossible_numbers_are_refused_and_add_no_blocks(stage: Stage) -> None:
+    rank = growing(stage, 3)
+    for ready in (-1, 41):
+        with pytest.raises(EngineError):
+            rank.publish("t2", lists(3), 40, ready_tokens=ready)
+        with pytest.raises(EngineError):
+            rank.ready("t1", ready, lists(1))
+    rank.ready("t1", 32, lists(2))
+    assert ids_of(stage.side.expect(worker.Ready)) == [2]

@@ -10,15 +10,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from kvxferd.client import (
-    Disconnected,
-    Failed,
-    PublishRefused,
-    Quiesced,
-    RankHandle,
-    Released,
-)
-from kvxferd.client.pulls import MOVER_DEATH_S
+from kvxferd.client import Disconnected, Failed, PublishRefused, Quiesced, Released
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.wire import worker
 from kvxferd.wire.framing import HEADER
@@ -26,6 +18,7 @@ from tests.support.client_harness import (
     LAYOUT,
     REF,
     SPEC,
+    Kernel,
     Stage,
     blocks,
     events_of,
@@ -34,37 +27,13 @@ from tests.support.client_harness import (
 )
 from tests.support.nodes.waiting import wait_until
 
-
-def pull_on(stage: Stage, rank: RankHandle, deadline_s: float = 30.0):
-    """A pull that the daemon has received."""
-    ticket = rank.pull(REF, blocks(4, 5), num_tokens=32, deadline_s=deadline_s)
-    stage.side.expect(worker.PullRequest)
-    return ticket
-
-
 # --- pulls
-
-
-def test_a_mover_that_lives_on_leaves_doubt_until_it_dies(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket = pull_on(stage, rank)
-    stage.daemon.stop()
-    lost_at = time.monotonic()
-    event = one_event(rank)
-    assert time.monotonic() - lost_at > MOVER_DEATH_S * 0.5
-    assert isinstance(event, Failed)
-    assert not event.safe_to_reuse
-    assert rank.poll() == []
-    stage.mover.die()
-    quiesced = one_event(rank)
-    assert isinstance(quiesced, Quiesced)
-    assert quiesced.ticket is ticket
 
 
 def test_a_replaced_mover_must_be_dead_too(stage: Stage) -> None:
     rank = stage.rank()
     first = stage.mover
-    pull_on(stage, rank, deadline_s=0.01)
+    stage.pull(rank, deadline_s=0.01)
     one_failure(rank)  # in doubt: the first mover is stuck in it
     stage.side.expect(worker.Cancel)
     stage.side.offer(stage.new_mover())
@@ -75,16 +44,19 @@ def test_a_replaced_mover_must_be_dead_too(stage: Stage) -> None:
     assert isinstance(one_event(rank), Quiesced)
 
 
-def test_pulls_asked_meanwhile_go_to_the_next_daemon(stage: Stage) -> None:
+def test_what_is_asked_meanwhile_goes_to_the_next_daemon(stage: Stage) -> None:
     rank = stage.rank()
     stage.lose(rank)
     kept = rank.pull(REF, blocks(4, 5), num_tokens=32, deadline_s=30.0)
+    rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0, after=Kernel())  # and its blocks are in use
     cancelled = rank.pull(REF, blocks(6, 7), num_tokens=32, deadline_s=30.0)
     cancelled.cancel()
     event = one_failure(rank)
     assert (event.ticket, event.code, event.safe_to_reuse) == (cancelled, Code.CANCELLED, True)
+    rank.abandon(REF)
     stage.daemon.start()
-    pull = stage.rejoin().expect(worker.PullRequest)
+    assert stage.rejoin().expect(worker.Abandon).ref.transfer_id == "req-1"
+    pull = stage.side.expect(worker.PullRequest)
     assert pull.ticket == kept.number
     assert 20.0 < pull.deadline_s < 30.0
     assert stage.side.is_silent()
@@ -92,7 +64,7 @@ def test_pulls_asked_meanwhile_go_to_the_next_daemon(stage: Stage) -> None:
 
 def test_a_farewell_explains_the_failures(stage: Stage) -> None:
     rank = stage.rank()
-    pull_on(stage, rank)
+    stage.pull(rank)
     stage.mover.die()
     stage.side.say(worker.Farewell(code=Code.DRAINING, message="this node drains"))
     event = one_failure(rank)
@@ -107,15 +79,12 @@ def test_a_farewell_explains_the_failures(stage: Stage) -> None:
 
 def test_a_restarted_daemon_gets_everything_that_is_not_released(stage: Stage) -> None:
     rank = stage.rank()
-    first = stage.side.expect(worker.Publish) if rank.publish("over", blocks(), num_tokens=48) else None
-    assert first is not None
+    stage.publish(rank, "over")
     stage.side.say(worker.Released(transfer_id="over", why=Code.COMPLETED))
     assert one_event(rank) == Released("over", Code.COMPLETED)
-    ref = rank.publish("kept", blocks(4, 5), num_tokens=32, num_readers=3, lease_s=20.0)
-    kept = stage.side.expect(worker.Publish)
+    kept = stage.publish(rank, "kept", num_readers=3, lease_s=20.0)
     rank.ready("kept")
     rank.ready("of-the-scheduler")
-    lost_word = stage.side.page.read(kept.fence_slot)
     stage.lose(rank)
     meanwhile = rank.publish("meanwhile", blocks(6), num_tokens=16)
     stage.daemon.start()
@@ -124,10 +93,9 @@ def test_a_restarted_daemon_gets_everything_that_is_not_released(stage: Stage) -
     assert (register.engine, register.layout) == (SPEC, LAYOUT)
     assert os.fstat(side.fds[0]).st_ino == os.fstat(stage.memory.fd).st_ino
     again, new = side.expect(worker.Publish), side.expect(worker.Publish)
-    assert (again.transfer_id, again.nonce, again.fence_slot) == ("kept", ref.nonce, kept.fence_slot)
+    assert (again.transfer_id, again.nonce, again.fence_slot) == ("kept", kept.nonce, kept.fence_slot)
     assert (again.blocks, again.num_readers) == (kept.blocks, 3)
     assert 15.0 < again.lease_s < 20.0
-    assert side.page.read(kept.fence_slot) not in (lost_word, bytes(16))
     assert (new.transfer_id, new.nonce) == ("meanwhile", meanwhile.nonce)
     assert [side.expect(worker.Ready).transfer_id for _ in range(2)] == ["kept", "of-the-scheduler"]
     assert side.is_silent()
@@ -136,8 +104,7 @@ def test_a_restarted_daemon_gets_everything_that_is_not_released(stage: Stage) -
 
 def test_readiness_for_others_is_not_said_again_after_a_lease(stage: Stage) -> None:
     rank = stage.rank(lease_s=0.2)
-    rank.publish("own", blocks(), num_tokens=48, lease_s=30.0)
-    stage.side.expect(worker.Publish)
+    stage.publish(rank, "own", lease_s=30.0)
     rank.ready("own")
     rank.ready("of-the-scheduler")
     said_at = time.monotonic()
@@ -150,28 +117,11 @@ def test_readiness_for_others_is_not_said_again_after_a_lease(stage: Stage) -> N
     assert side.is_silent()
 
 
-def test_a_lease_that_ends_without_a_daemon(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.publish("req-1", blocks(), num_tokens=48, lease_s=0.3)
-    publish = stage.side.expect(worker.Publish)
-    word = stage.side.page.read(publish.fence_slot)
-    page = os.dup(stage.side.fds[0])
-    stage.daemon.stop()
-    event = one_event(rank)
-    overwritten = os.pread(page, 16, 16 * publish.fence_slot)
-    os.close(page)
-    assert event == Released("req-1", Code.LEASE_EXPIRED)
-    assert overwritten != word
-    stage.daemon.start()
-    assert stage.rejoin().is_silent()
-
-
 def test_unpublish_without_a_daemon_is_done_at_once(stage: Stage) -> None:
     rank = stage.rank()
     requested = rank.publish("asked", blocks(), num_tokens=48)
-    rank.publish("kept", blocks(), num_tokens=48)
     stage.side.expect(worker.Publish)
-    stage.side.expect(worker.Publish)
+    stage.publish(rank, "kept")
     rank.unpublish(requested)
     stage.side.expect(worker.Unpublish)  # and dies before it says Released
     stage.daemon.stop()
@@ -185,23 +135,13 @@ def test_unpublish_without_a_daemon_is_done_at_once(stage: Stage) -> None:
 def test_what_the_last_daemon_released_is_not_published_again(stage: Stage) -> None:
     """It had told a rank, which reuses the blocks, and died before it told the publisher."""
     rank = stage.rank()
-    rank.publish("released", blocks(), num_tokens=48)
-    rank.publish("kept", blocks(4, 5), num_tokens=32)
-    stage.side.page.overwrite(stage.side.expect(worker.Publish).fence_slot)
-    stage.side.expect(worker.Publish)
+    stage.side.page.overwrite(stage.publish(rank, "released").fence_slot)
+    stage.publish(rank, "kept")
     stage.daemon.restart()
     side = stage.rejoin()
     assert side.expect(worker.Publish).transfer_id == "kept"
     assert side.is_silent()
     assert one_event(rank) == Released("released", Code.RELEASED)
-
-
-def test_hints_wait_for_the_next_daemon(stage: Stage) -> None:
-    rank = stage.rank()
-    stage.lose(rank)
-    rank.abandon(REF)
-    stage.daemon.start()
-    assert stage.rejoin().expect(worker.Abandon).ref.transfer_id == "req-1"
 
 
 def test_a_replay_that_comes_before_the_ranks_is_made_again(stage: Stage) -> None:
@@ -221,8 +161,7 @@ def test_a_replay_that_comes_before_the_ranks_is_made_again(stage: Stage) -> Non
     assert one_event(rank) == Released("req-2", Code.COMPLETED)
     rank.unpublish(first)  # no daemon has it
     assert one_event(rank) == Released("req-1", Code.UNPUBLISHED)
-    rank.publish("req-3", blocks(), num_tokens=48)  # a first publish is not made again
-    assert side.expect(worker.Publish).transfer_id == "req-3"
+    stage.publish(rank, "req-3")  # a first publish is not made again
     side.say(msgspec.structs.replace(word, transfer_id="req-3"))
     assert one_event(rank) == PublishRefused("req-3", Code.ENGINE_INCOMPLETE, "no rank is here yet")
 
@@ -232,8 +171,7 @@ def test_a_replay_that_comes_before_the_ranks_is_made_again(stage: Stage) -> Non
 
 def test_a_final_refusal_ends_the_session(stage: Stage) -> None:
     rank = stage.rank()
-    rank.publish("req-1", blocks(), num_tokens=48)
-    stage.side.expect(worker.Publish)
+    stage.publish(rank)
     stage.lose(rank)
     queued = rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0)
     stage.daemon.start()
@@ -250,6 +188,30 @@ def test_a_final_refusal_ends_the_session(stage: Stage) -> None:
         rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0)
     assert refused.value.code is Code.GENERATION_STALE
     assert stage.daemon.nobody_comes(0.3)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        Code.NOT_ALLOWED,
+        Code.RANK_TAKEN,
+        Code.SHAPE_MISMATCH,
+        Code.UNEQUAL_STAGES,
+        Code.LAYERS_MISSING,
+        Code.NOT_HOME,
+    ],
+)
+def test_who_was_taken_before_is_not_refused_for_good(stage: Stage, code: Code) -> None:
+    """Another has its rank or its engine id for a moment, or another daemon the home's address."""
+    rank = stage.rank()
+    stage.side.say(worker.Farewell(code=code, message="another daemon has that rank"))
+    for _ in range(2):
+        side = stage.accept()
+        request = side.expect(worker.Register).request
+        side.say(worker.Refused(request=request, code=code, message="its ranks here are of uid 1001"))
+    stage.rejoin()
+    wait_until(lambda: rank.is_connected, "taken again")
+    assert rank.poll() == []
 
 
 # --- daemons that talk nonsense
@@ -277,6 +239,8 @@ NONSENSE: dict[str, Callable[[Stage], object]] = {
     "second welcome": lambda stage: stage.side.say(SECOND_WELCOME),
     "reply to nothing": lambda stage: stage.side.say(worker.Refused(request=9, code=Code.BUSY, message="no")),
     "unknown ticket": lambda stage: stage.side.say(worker.TicketQuiesced(ticket=99)),
+    "ticket of nobody": lambda stage: stage.side.say(worker.TicketQuiesced(ticket=0)),
+    "interruption of nobody": lambda stage: stage.side.say(worker.PullsInterrupted(number=3, tickets=(7,))),
     "quiesced too early": lambda stage: stage.side.say(worker.TicketQuiesced(ticket=1)),
     "suspension of nobody": lambda stage: stage.side.say(worker.Suspended()),
     "cut frame": cut_frame,
@@ -286,7 +250,7 @@ NONSENSE: dict[str, Callable[[Stage], object]] = {
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
 def test_nonsense_costs_the_connection_and_no_more(stage: Stage, nonsense: Callable[[Stage], object]) -> None:
     rank = stage.rank()
-    ticket = pull_on(stage, rank)
+    ticket = stage.pull(rank)
     stage.mover.die()
     nonsense(stage)
     event = one_failure(rank)
@@ -294,9 +258,6 @@ def test_nonsense_costs_the_connection_and_no_more(stage: Stage, nonsense: Calla
     stage.rejoin()
     wait_until(lambda: rank.is_connected, "back")
     assert rank.poll() == []
-
-
-# --- A mover has the memory only once the client watches it: so no mover that still writes is unknown
 
 
 def test_a_publisher_is_offered_nothing(stage: Stage) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvxferd.client import Delivered, Disconnected, Failed, Released
+from kvxferd.client.session import ClientSession
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.wire import worker
 from tests.support.client_harness import REF, Stage, blocks, events_of
@@ -79,10 +80,8 @@ def test_closing_while_others_call(stage: Stage) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_in_the_thread_leaves_nobody_waiting(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = stage.rank()
-    rank.publish("req-1", blocks(), num_tokens=48)
-    ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0)
-    stage.side.expect(worker.Publish)
-    stage.side.expect(worker.PullRequest)
+    stage.publish(rank)
+    ticket = stage.pull(rank)
     monkeypatch.setattr(rank._session, "handle", lambda *_: 1 / 0)
     stage.side.say(worker.Suspended())
     released, failed, over = events_of(rank, 3)
@@ -92,6 +91,23 @@ def test_a_bug_in_the_thread_leaves_nobody_waiting(stage: Stage, monkeypatch: py
     assert isinstance(over, Disconnected)
     with pytest.raises(KvxferdError, match="I/O thread failed"):
         rank.prepare(REF)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_before_a_fence_page_is_taken_leaves_no_descriptor(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: ClientSession, message: worker.DaemonMessage) -> bool:
+        if isinstance(message, worker.Registered):
+            raise RuntimeError("a defect")
+        return False
+
+    monkeypatch.setattr(ClientSession, "carries_fence_page", fail)
+    attaching = stage.calling(stage.client().attach, "decode-0", "g1", WAIT_S)
+    stage.take_publisher()
+    with pytest.raises(KvxferdError) as raised:
+        attaching.result(WAIT_S)
+    assert raised.value.code is Code.INTERNAL
 
 
 @pytest.mark.process
