@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,38 +14,15 @@ from kvxferd.errors import KvxferdError
 from kvxferd.tooling import control_client
 from kvxferd.tooling.control_client import ControlClient
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
-
-@contextmanager
-def answering(path: Path, reply: Callable[[socket.socket, threading.Event], None]) -> Iterator[None]:
-    """Answer one connection by `answer`, which ends when the event is set or the other side is gone."""
-    stop = threading.Event()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        listener.settimeout(20)
-
-        def run() -> None:
-            connection, _ = listener.accept()
-            with connection, suppress(OSError):
-                connection.settimeout(20)
-                reply(connection, stop)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join(20)
-            assert not thread.is_alive()
-
-
-def _flood(connection: socket.socket, stop: threading.Event) -> None:
-    connection.sendall(HEAD + b"\r\n")
-    while not stop.is_set():
-        connection.sendall(bytes(1 << 16))
+def answer_without_end(listener: socket.socket) -> None:
+    """Take one connection, and send until the other side is gone."""
+    connection, _ = listener.accept()
+    with connection, suppress(OSError):
+        connection.settimeout(20)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+        while True:
+            connection.sendall(bytes(1 << 16))
 
 
 @pytest.mark.parametrize("read", [ControlClient.read, ControlClient.get])
@@ -53,6 +30,13 @@ def test_an_answer_without_end_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[ControlClient, str], object]
 ) -> None:
     monkeypatch.setattr(control_client, "MAX_BODY_BYTES", 1 << 20)
-    path = tmp_path / "control.sock"
-    with answering(path, _flood), pytest.raises(KvxferdError, match="more than 1 MiB"):
-        read(ControlClient(str(path)), "/v1/status")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path := str(tmp_path / "control.sock"))
+        listener.listen()
+        listener.settimeout(20)
+        answering = threading.Thread(target=answer_without_end, args=(listener,))
+        answering.start()
+        with pytest.raises(KvxferdError, match="more than 1 MiB"):
+            read(ControlClient(path), "/v1/status")
+        answering.join(20)
+        assert not answering.is_alive()

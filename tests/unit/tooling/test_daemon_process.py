@@ -63,23 +63,6 @@ def test_one_that_never_responds_is_an_error_in_time_and_is_killed(tmp_path: Pat
     assert daemon.stop(0.1) == -signal.SIGKILL
 
 
-PARENT = """
-import os, subprocess, sys
-parent = os.getpid() if sys.argv[1] == "itself" else 1
-command = [sys.executable, "-m", "kvxferd.cli", "serve", "--parent-pid", str(parent), "--peer-bind", "none"]
-sys.exit(subprocess.run(command).returncode)
-"""
-
-
-@pytest.mark.parametrize(("parent", "runs"), [("itself", True), ("another", False)])
-def test_a_daemon_whose_parent_has_died_already_does_not_run(parent: str, runs: bool) -> None:
-    """Its interpreter starts in some 50 ms; a parent that is killed in them would leave the daemon."""
-    command = [sys.executable, "-c", PARENT, parent]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert ("peer.bind" in ended.stderr) is runs, ended.stderr
-    assert ended.returncode == (2 if runs else 1)
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path

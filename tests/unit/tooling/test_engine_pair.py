@@ -28,9 +28,6 @@ def test_each_engine_is_deployed_as_its_shape_says() -> None:
     assert layout.groups[0].num_blocks == 200  # twice a request's
     assert decode[Rank(0, 0)][0].engine_id == "test-decode"
     assert decode[Rank(0, 0)][0].fingerprint == spec.fingerprint
-
-
-def test_an_equal_pair_has_the_decode_engine_twice() -> None:
     equal = PAIR.equal("same")
     assert equal.prefill == equal.decode == PAIR.decode
     assert equal.engine("prefill")[Rank(0, 0)][0].engine_id == "same-prefill"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,40 +13,31 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.engine_process import EventWaiter
 
 
-class FakeRank:
-    """A rank whose descriptor is a pipe's, and whose events are given."""
+class Rank:
+    """A rank whose descriptor and events are given."""
 
-    def __init__(self) -> None:
-        self.reads, self.writes = os.pipe()
-        self.events: list[client.Event] = []
+    def __init__(self, fd: int, *events: client.Event) -> None:
+        self._fd = fd
+        self.events = list(events)
 
     def fileno(self) -> int:
-        return self.reads
+        return self._fd
 
     def poll(self) -> list[client.Event]:
         events, self.events = self.events, []
         return events
 
 
-@pytest.fixture
-def rank() -> Iterator[Any]:
-    rank = FakeRank()
-    yield rank
-    os.close(rank.reads)
-    os.close(rank.writes)
-
-
-@pytest.mark.parametrize("readable", [False, True])
-def test_no_event_is_an_error_at_the_deadline(rank: Any, readable: bool) -> None:
-    if readable:
-        os.write(rank.writes, b"x")  # which no event follows
+@pytest.mark.parametrize("is_readable", [False, True])
+def test_no_event_is_an_error_at_the_deadline(is_readable: bool) -> None:
+    reads, writes = os.pipe()
+    rank: Any = Rank(reads)
+    if is_readable:
+        os.write(writes, b"x")  # which no event follows
     with pytest.raises(KvxferdError) as raised:
         EventWaiter(rank).next_event(time.monotonic() + 0.05)
     assert raised.value.code is Code.DEADLINE
-
-
-def test_an_event_that_is_there_is_returned_after_the_deadline_too(rank: Any) -> None:
-    rank.events = [client.PublishRefused("a", Code.NOT_FOUND, "")]
-    assert EventWaiter(rank).next_event(time.monotonic() - 1) == client.PublishRefused(
-        "a", Code.NOT_FOUND, ""
-    )
+    rank.events = [refused := client.PublishRefused("a", Code.NOT_FOUND, "")]
+    assert EventWaiter(rank).next_event(time.monotonic() - 1) == refused, "what is there comes late, too"
+    os.close(reads)
+    os.close(writes)
