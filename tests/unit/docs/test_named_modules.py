@@ -24,22 +24,9 @@ WITH_SPANS = (
 )
 # What `-m` names beside modules of this repository: others' modules, and marks of pytest.
 FOREIGN = {
-    "build",
-    "http",
-    "mypy",
-    "venv",
-    "pip",
-    "pytest",
-    "self",  # `-m`, self.module
-    "vllm",
-    "sglang",
-    "sglang_router",
-    "gpu",
-    "netns",
-    "slow",
-    "sh",
-    "module",
-    "not",
+    *("build", "http", "mypy", "pip", "pytest", "sglang", "sglang_router", "venv", "vllm"),
+    *("gpu", "netns", "not", "slow"),
+    *("module", "self", "sh"),  # `-m`, self.module
 }
 
 _DOTTED = re.compile(r"(?<![\w./@-])(kvxferd(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*)?)")

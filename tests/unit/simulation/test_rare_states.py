@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ast
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.proofs.mutants.mutant import ROOT
 from tests.simulation import rare_states
 from tests.simulation.branches import count_branches
 
@@ -110,60 +106,6 @@ def test_a_counted_function_does_what_it_did() -> None:
     assert met == [0, 0, 1, 1, 2, 3, 10, 2, 1, 1, 0, 0, 1]
 
 
-OLD = "(PullPhase.WAITING, PullTrigger.POST): PullPhase.POSTED"
-SCRIPT = """
-import json, os, sys
-from tests.proofs.mutants.mutant import Mutant, plant
-from tests.simulation import rare_states
-
-plant(Mutant(name="planted", promise="", old=OLD, new=NEW))
-rare_states.start()
-from kvxferd.core.sink.pull import TRANSITIONS, PullPhase, PullTrigger
-from kvxferd.client.pulls import MOVES
-from kvxferd.mover.chunks.chunk_pool import MOVES as CHUNK_MOVES, ChunkState
-
-def move():
-    (PullPhase.WAITING, PullTrigger.POST) in TRANSITIONS
-    phase = TRANSITIONS[PullPhase.WAITING, PullTrigger.POST]
-    assert (ChunkState.FREE, ChunkState.READING) in CHUNK_MOVES
-    assert MOVES.get((phase, 0)) is None
-    return str(phase)
-
-before = rare_states.counts()
-phases = [move(), move()]
-reader, writer = os.pipe()
-if not os.fork():
-    move()
-    os.write(writer, json.dumps(rare_states.counts()).encode())
-    os._exit(0)
-counts = {name: count - before.get(name, 0) for name, count in rare_states.counts().items()}
-met = {name: count for name, count in counts.items() if count}
-try:
-    rare_states.start()
-except RuntimeError as error:
-    print(json.dumps([phases, met, json.loads(os.read(reader, 1 << 16)), str(error)]))
-"""
-
-
-@pytest.mark.process
-def test_processes_count_for_themselves_with_a_mutant_too() -> None:
-    values = {"OLD": OLD, "NEW": OLD.replace("POSTED", "STOPPING")}
-    script = "\n".join(f"{name} = {value!r}" for name, value in values.items()) + SCRIPT
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    phases, met, of_child, error = json.loads(done.stdout)
-    edges = [
-        "core/sink/pull.py module: TRANSITIONS -> PullPhase.WAITING + PullTrigger.POST",
-        "mover/chunks/chunk_pool.py module: MOVES -> ChunkState.FREE + ChunkState.READING",
-    ]
-    assert phases == ["stopping", "stopping"]
-    assert met == dict.fromkeys(edges, 2)
-    assert of_child == dict.fromkeys(edges, 1)
-    assert error == "cannot count: kvxferd is loaded already"
-
-
 def test_a_place_that_was_met_often_has_to_be_met(tmp_path: Path) -> None:
     record = tmp_path / "met.tsv"
     rare_states.write({"kept": 40, "lost": 30, "gone": 99, "rare": 29}, record)
@@ -174,25 +116,4 @@ def test_a_place_that_was_met_often_has_to_be_met(tmp_path: Path) -> None:
     assert found == [
         "not met, and 30 times in the record: lost",
         "gone from the source, so write the record anew: gone",
-    ]
-
-
-def test_the_summary_counts_words_and_names_what_is_rare() -> None:
-    known = [
-        "core/a.py f: if x -> Code.BUSY, raise EngineError",
-        "core/a.py f: if x -> Code.BUSY #2",
-        "core/a.py g: if y",
-        "daemon.py Daemon.run: if z",
-    ]
-    text = rare_states.summary({known[0]: 7, known[1]: 30, known[3]: 10}, known)
-    assert text.splitlines()[:3] == [
-        "3 of 4 places were met",
-        "       37  Code.BUSY",
-        "        7  raise EngineError",
-    ]
-    at = text.splitlines().index("core: 1 never met, 1 fewer than 10 times")
-    assert text.splitlines()[at + 1 : at + 4] == [
-        f"        0  {known[2]}",
-        f"        7  {known[0]}",
-        "daemon.py: 0 never met, 0 fewer than 10 times",
     ]
