@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
 
 SUBNET = "10.213.77"
 DEVICE = "wire0"  # in either namespace
 NOBODY = "02:00:00:00:00:99"
-
-
-class NoNamespaces(Exception):
-    """They cannot be made here; the message says why."""
 
 
 def _ip(*words: str) -> str:
@@ -56,18 +55,14 @@ class Host:
 
 
 class Cable:
-    """Makes both hosts; `cut` removes them, however far the making had come."""
+    """Joins both hosts; `cut` removes them, however far the making had come."""
 
     def __init__(self) -> None:
         self.near = Host(f"kvx-{os.getpid()}-a", f"{SUBNET}.1")
         self.far = Host(f"kvx-{os.getpid()}-b", f"{SUBNET}.2")
-        try:
-            self._make()
-        except OSError as error:
-            self.cut()
-            raise NoNamespaces(str(error)) from error
 
-    def _make(self) -> None:
+    def plug_in(self) -> None:
+        """Make the hosts. Raises OSError where this user or kernel cannot, or there is no `ip`."""
         for host in (self.near, self.far):
             _ip("netns", "add", host.namespace)
         ends = (self.near.namespace, "type", "veth", "peer", "name", DEVICE, "netns", self.far.namespace)
@@ -81,3 +76,18 @@ class Cable:
         for host in (self.near, self.far):
             with suppress(OSError):
                 _ip("netns", "del", host.namespace)
+
+
+@contextmanager
+def plugged_in() -> Iterator[Cable]:
+    """Make two hosts, which are gone at the end. Skips the test where they cannot be made."""
+    cable = Cable()
+    try:
+        cable.plug_in()
+    except OSError as error:
+        cable.cut()
+        pytest.skip(f"no network namespaces here: {error}")
+    try:
+        yield cable
+    finally:
+        cable.cut()

@@ -1,20 +1,12 @@
 """Asks vLLM itself, in its own interpreter, what it makes; prints JSON. See `test_real_vllm.py`.
 
-python real_vllm.py views
-python real_vllm.py packing ISA BLOCK_TOKENS
-python real_vllm.py statistics
-python real_vllm.py windows
-python real_vllm.py topology TP,REMOTE_TP...
-python real_vllm.py hooks
-python real_vllm.py layouts
-python real_vllm.py handshake SOCKET ENGINE_ID START BLOCK_TOKENS CHILD,CHILD...
+python vllm_introspection.py FUNCTION ARGUMENT...
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 
 import torch
 
@@ -49,16 +41,16 @@ def views() -> dict[str, object]:
     return found
 
 
-def packing(isa: str, block_tokens: int) -> dict[str, object]:
+def packing(isa: str, block_size: str) -> dict[str, object]:
     """The bytes of a cache after vLLM's own kernel wrote known keys and values into two of its blocks."""
     from vllm import _custom_ops as ops
 
+    block_tokens = int(block_size)
     if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
         return {"missing": "this vLLM was not built for CPUs"}
     tokens = block_tokens + block_tokens // 2 + 1
-    numbers = torch.arange(2 * tokens * NUM_HEADS * HEAD_SIZE, dtype=torch.int32).view(
-        2, tokens, NUM_HEADS, HEAD_SIZE
-    )
+    numbers = torch.arange(2 * tokens * NUM_HEADS * HEAD_SIZE, dtype=torch.int32)
+    numbers = numbers.view(2, tokens, NUM_HEADS, HEAD_SIZE)
     bits = (numbers % 30000 + 1).to(torch.int16)  # no bit pattern of these is NaN in bfloat16
     key, value = bits.view(torch.bfloat16).unbind(0)
     cache = torch.zeros(NUM_BLOCKS, NUM_HEADS, block_tokens, 2 * HEAD_SIZE, dtype=torch.bfloat16)
@@ -67,38 +59,22 @@ def packing(isa: str, block_tokens: int) -> dict[str, object]:
     ids = torch.tensor([2, 1])
     at = torch.arange(tokens)
     slots = ids[at // block_tokens] * block_tokens + at % block_tokens
-    ops.cpu_attn_reshape_and_cache(
-        key.contiguous(),
-        value.contiguous(),
-        key_cache,
-        value_cache,
-        slots,
-        isa,
-        k_scale=1.0,
-        v_scale=1.0,
-        kv_cache_dtype="auto",
-    )
+    scales = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
+    content = (key.contiguous(), value.contiguous())
+    ops.cpu_attn_reshape_and_cache(*content, key_cache, value_cache, slots, isa, **scales)
     return {"tokens": tokens, "cache": cache.view(torch.int16).flatten().tolist()}
 
 
-def topology(pairs: list[list[int]]) -> list[list[object]]:
-    """Its planning code on pairs of tensor-parallel sizes: the ratio, and the ranks that each rank reads."""
+def topology(*pairs: str) -> list[list[object]]:
+    """Its planning code on pairs TP,REMOTE_TP: the ratio, and the ranks that each rank reads."""
     from vllm.distributed.kv_transfer.kv_connector.utils import EngineTransferInfo, TransferTopology
 
     found: list[list[object]] = []
-    for tp, remote_tp in pairs:
+    dense = {"is_mla": False, "is_mamba": False, "total_num_kv_heads": 8, "attn_backends": []}
+    for tp, remote_tp in (map(int, pair.split(",")) for pair in pairs):
         targets, ratio = [], 0
         for rank in range(tp):
-            made = TransferTopology(
-                tp_rank=rank,
-                tp_size=tp,
-                block_size=16,
-                engine_id="local",
-                is_mla=False,
-                is_mamba=False,
-                total_num_kv_heads=8,
-                attn_backends=[],
-            )
+            made = TransferTopology(tp_rank=rank, tp_size=tp, block_size=16, engine_id="local", **dense)
             made.register_remote_engine("remote", EngineTransferInfo(remote_tp, 4096, 16, 1))
             assert made.handshake_target_ranks(remote_tp) == made.target_remote_ranks("remote")
             targets.append(made.target_remote_ranks("remote"))
@@ -336,19 +312,16 @@ def _said_of(connector: dict[str, object], *, wraps: bool) -> list[object]:
 
 
 def names() -> dict[str, list[str]]:
-    """The names of what an engine may have: caches, attention backends, quantisation modes, sizes."""
+    """The names of what an engine may have: caches, quantisation modes, sizes, fields of a transfer."""
     import dataclasses
 
     from vllm.config import KVTransferConfig, ParallelConfig
     from vllm.v1 import kv_cache_interface
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     specs = [found for found in vars(kv_cache_interface).values() if isinstance(found, type)]
     base = kv_cache_interface.KVCacheSpec
-    paths = [backend.value for backend in AttentionBackendEnum if backend.value]
     return {
         "caches": [spec.__name__ for spec in specs if issubclass(spec, base) and spec is not base],
-        "backends": [path.rpartition(".")[2] for path in paths],
         "quantisation": [mode.name for mode in kv_cache_interface.KVQuantMode],
         "parallel": [field.name for field in dataclasses.fields(ParallelConfig)],
         "transfer": [field.name for field in dataclasses.fields(KVTransferConfig)],
@@ -380,12 +353,12 @@ HANDSHAKING = {
 
 
 def handshake(
-    socket_path: str, engine_id: str, start: str, block_tokens: int, children: list[str]
+    socket_path: str, engine_id: str, start: str, block_size: str, children: str
 ) -> dict[str, object]:
     """What its MultiConnector, or ours alone, makes of two stages' handshakes and of the first request.
 
     The ranks are registered at `socket_path` by the caller. `start` is vLLM's name of the start. `children`
-    are `ours`, `handshaking` and `example`; one alone is not wrapped.
+    are `ours`, `handshaking` and `example`, by commas; one alone is not wrapped.
     """
     from types import SimpleNamespace
 
@@ -395,17 +368,14 @@ def handshake(
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+    block_tokens = int(block_size)
     known = {
         "ours": OURS | {"kv_connector_extra_config": {"socket": socket_path}},
         "handshaking": HANDSHAKING,
         "example": EXAMPLE,
     }
-    connectors = [known[child] for child in children]
-    several = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": connectors},
-    }
+    connectors = [known[child] for child in children.split(",")]
+    several = SEVERAL | {"kv_connector_extra_config": {"connectors": connectors}}
     chosen = connectors[0] if len(connectors) == 1 else several
     config = SimpleNamespace(
         kv_transfer_config=KVTransferConfig(**chosen, engine_id=engine_id),
@@ -449,17 +419,4 @@ def handshake(
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    asked: dict[str, Callable[[], object]] = {
-        "groups": groups,
-        "names": names,
-        "hooks": hooks,
-        "layouts": layouts,
-        "topology": lambda: topology([[int(size) for size in pair.split(",")] for pair in rest]),
-        "flags": flags,
-        "views": views,
-        "windows": windows,
-        "statistics": statistics,
-        "packing": lambda: packing(rest[0], int(rest[1])),
-        "handshake": lambda: handshake(*rest[:3], int(rest[3]), rest[4].split(",")),
-    }
-    print("ANSWER " + json.dumps(asked[what]()))
+    print("ANSWER " + json.dumps(globals()[what](*rest)))

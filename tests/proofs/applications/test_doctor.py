@@ -57,42 +57,29 @@ from kvxferd.tooling.control_client import ControlClient
 from kvxferd.doctor.host import memlock, run_directory, shared_memory
 from kvxferd.doctor.report import CheckContext
 from kvxferd.config import Config, NodeConfig
-"""
-
-
-@needs_root
-def test_a_limit_on_locked_memory_that_root_passes_and_others_do_not():
-    body = """
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-for finding in memlock(CheckContext(Config(), ControlClient("/nowhere"), {})):
+"""
+FIND = """
+config = Config(node=NodeConfig(run_dir="/root-only/kvxferd"))
+context = CheckContext(config, ControlClient("/nowhere"), {"UCX_POSIX_DIR": "/proc"})
+for finding in globals()[sys.argv[1]](context):
     print(finding.verdict, finding.found, finding.todo)
 """
-    said = run_as(body, imports=IMPORTS)
-    assert said.startswith("warn limit 65.5 kB")
-    assert "LimitMEMLOCK=infinity" in said
 
 
 @needs_root
-def test_another_user_may_not_make_the_run_directory(tmp_path: Path):
-    tmp_path.chmod(0o755)
-    body = """
-node = CheckContext(Config(node=NodeConfig(run_dir=sys.argv[1])), ControlClient("/nowhere"), {})
-for finding in run_directory(node):
-    print(finding.verdict, finding.found, finding.todo)
-"""
-    said = run_as(body, "/root-only/kvxferd", imports=IMPORTS)
-    assert said.startswith("no uid 65534 cannot make /root-only/kvxferd")
-    assert "RuntimeDirectory=" in said
-
-
-@needs_root
-def test_shared_memory_that_cannot_be_written(tmp_path: Path):
-    body = """
-context = CheckContext(Config(), ControlClient("/nowhere"), {"UCX_POSIX_DIR": sys.argv[1]})
-for finding in shared_memory(context):
-    print(finding.verdict, finding.found)
-"""
-    assert "cannot be written by uid 65534" in run_as(body, "/proc", imports=IMPORTS)
+@pytest.mark.parametrize(
+    ("check", "begins", "holds"),
+    [
+        ("memlock", "warn limit 65.5 kB", "LimitMEMLOCK=infinity"),  # which root passes
+        ("run_directory", "no uid 65534 cannot make /root-only/kvxferd", "RuntimeDirectory="),
+        ("shared_memory", "warn /proc cannot be written by uid 65534", "mount a tmpfs"),
+    ],
+)
+def test_what_root_may_and_another_user_may_not(check: str, begins: str, holds: str):
+    said = run_as(FIND, check, imports=IMPORTS)
+    assert said.startswith(begins)
+    assert holds in said
 
 
 def test_a_check_that_there_is_not():
@@ -119,27 +106,19 @@ def test_no_network_at_all_is_found_and_named():
     assert "loopback" in tcp["todo"]
 
 
-def test_a_daemon_that_runs_says_what_it_is(tmp_path: Path):
+def test_a_daemon_that_runs_says_what_it_is_and_one_that_is_stuck_is_a_finding(tmp_path: Path):
     daemon = DaemonProcess(tmp_path)
+    flags = ("--socket", daemon.control.socket_path, "--check", "answering")
     try:
         daemon.wait_ready()
-        flags = ("--socket", daemon.control.socket_path, "--check", "answering")
         found = examine(*flags)
+        with stopped([daemon.pid]):
+            stuck = examine(*flags)
     finally:
         daemon.stop()
     assert found.status == 0
     assert "ready at tcp://127.0.0.1:" in found.of("daemon")["found"]
-
-
-def test_a_daemon_that_is_stuck_is_a_finding(tmp_path: Path):
-    daemon = DaemonProcess(tmp_path)
-    try:
-        daemon.wait_ready()
-        with stopped([daemon.pid]):
-            found = examine("--socket", daemon.control.socket_path, "--check", "answering")
-    finally:
-        daemon.stop()
-    assert "has not answered for 5 s" in found.of("daemon")["found"]
+    assert "has not answered for 5 s" in stuck.of("daemon")["found"]
 
 
 def test_the_backend_is_shown_with_the_plugins():

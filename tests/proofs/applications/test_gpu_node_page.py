@@ -9,11 +9,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-
-import pytest
 
 from tests.support.connector_harness import EngineUnderTest
 from tests.support.documented_commands import ROOT, blocks_of, commands_of
@@ -61,13 +58,6 @@ def settings_of_node(directory: Path, others_key: str) -> Path:
     return path
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path / "run")
-    yield fleet
-    fleet.stop()
-
-
 def test_the_walk_through(tmp_path: Path, fleet: Fleet) -> None:
     directories = [tmp_path / name for name in "pd"]
     for directory in directories:
@@ -77,7 +67,7 @@ def test_the_walk_through(tmp_path: Path, fleet: Fleet) -> None:
     for directory, others_key in zip(directories, reversed(keys), strict=True):
         path = settings_of_node(directory, others_key)
         assert kvxferd("config", "check", str(path)).endswith(": valid\n")
-        daemons.append(fleet.daemon(directory.name, "--config", str(path)))
+        daemons.append(fleet.daemon(f"node-{directory.name}", "--config", str(path)))
     for daemon, key in zip(daemons, keys, strict=True):
         shown = kvxferd(*arguments_of("status"), "--socket", daemon.control.socket_path, "--json")
         assert json.loads(shown)["node"]["endpoint"].endswith(f"#{key}")

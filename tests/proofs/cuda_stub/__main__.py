@@ -21,18 +21,12 @@ from tests.support import cuda_stub
 
 ROOT = Path(__file__).parents[3]
 CHECKS = "tests/proofs/cuda_stub/checks.py"
-NODES = {
-    "without NVLinks": (
-        0,
-        (
-            CHECKS,
-            "tests/unit/memory/test_driver_contract.py",
-            "tests/integration/gpu/test_device_transfers.py",
-            "tests/integration/gpu/test_covering.py",
-        ),
-    ),
-    "with NVLinks": (18, (CHECKS,)),
-}
+OF_DEVICES = (
+    "tests/unit/memory/test_driver_contract.py",
+    "tests/integration/gpu/test_device_transfers.py",
+    "tests/integration/gpu/test_covering.py",
+)
+NODES = {"without NVLinks": (0, (CHECKS, *OF_DEVICES)), "with NVLinks": (18, (CHECKS,))}
 NUM_DEVICES = 2
 NVIDIA, CONTROLLER_3D = "0x10de", "0x030200"
 # Under `unshare --mount`: $0 is the directory that the PCI bus shows, the rest the command.
@@ -53,13 +47,10 @@ def main() -> int:
             environment["KVXFERD_TEST_OWN"] = "1"
             results[node] = run(files, cards, directory / "report.xml", environment)
     is_right = all(one["passed"] == one["tests"] > 0 for one in results.values())
-    line = {
-        "proof": "cuda-stub",
-        "ok": is_right,
-        "seconds": round(time.monotonic() - began, 1),
-        "nodes": results,
-    }
-    print(json.dumps(line), flush=True)
+    seconds = round(time.monotonic() - began, 1)
+    print(
+        json.dumps({"proof": "cuda-stub", "ok": is_right, "seconds": seconds, "nodes": results}), flush=True
+    )
     return 0 if is_right else 1
 
 

@@ -11,11 +11,11 @@ import pytest
 from tests.proofs.cuda_stub.plain_read import SIZE_BYTES
 from tests.support.device_daemon import daemon
 from tests.support.doctor_harness import examine
+from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, rank_shown, spec_of
 
 pytestmark = pytest.mark.gpu
-STORE = {"driver": "cuda"}
 
 
 @pytest.fixture
@@ -27,6 +27,14 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def pull_a_request(fleet: Fleet, node: Daemon, layout: str = "HND") -> None:
+    """Have two engines of device memory at that daemon, and one read from the other."""
+    store = {"driver": "cuda"}
+    sources = fleet.engine(node, spec_of("prefill"), store=store)
+    sinks = fleet.engine(node, spec_of("decode"), store=store, layout=layout)
+    pull_and_check(sinks, publish(sources, 1), 1)
+
+
 def test_doctor_reads_over_tcp_and_shows_ucxs_settings() -> None:
     """NIXL makes no agent beside a GPU where UCX_TLS leaves CUDA out."""
     given = {"UCX_MEMTYPE_CACHE": "y"}
@@ -34,8 +42,7 @@ def test_doctor_reads_over_tcp_and_shows_ucxs_settings() -> None:
     assert found.of("tcp")["verdict"] == "ok"
     assert found.status == 0
     defaults = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on (default), UCX_CUDA_IPC_CACHE=n (default)"
-    shown = f"{defaults}, UCX_MEMTYPE_CACHE=y (set here)"
-    assert found.of("ucx settings")["found"] == shown
+    assert found.of("ucx settings")["found"] == f"{defaults}, UCX_MEMTYPE_CACHE=y (set here)"
 
 
 def test_memory_of_cudamalloc_is_read_by_cuda_ipc_with_nvlinks_and_without(log: Path) -> None:
@@ -67,9 +74,7 @@ def ask(process: subprocess.Popen[str], line: str) -> str:
 def test_a_gpu_that_is_read_over_tcp_alone_is_staged(fleet: Fleet) -> None:
     """Of exported memory UCX's wheels know no other way inside a node: 0.13 instead of 5 GB/s on an H200."""
     node = daemon(fleet, "node", "cuda", placement="auto")
-    sources = fleet.engine(node, spec_of("prefill"), store=STORE)
-    sinks = fleet.engine(node, spec_of("decode"), store=STORE, layout="NHD")
-    pull_and_check(sinks, publish(sources, 1), 1)
+    pull_a_request(fleet, node, layout="NHD")
     placement = rank_shown(node, "prefill")["placement"]
     assert placement["kind"] == "staged"
     assert "over TCP" in placement["why"]
@@ -81,10 +86,7 @@ def test_no_host_memory_is_registered_with_the_gpu(
 ) -> None:
     """UCX does that where a device is current, and where the driver refuses, refuses the memory."""
     monkeypatch.setenv("CUDA_STUB_HOST_REGISTRATION", "0")
-    node = daemon(fleet, "node", "cuda", placement)
-    sources = fleet.engine(node, spec_of("prefill"), store=STORE)
-    sinks = fleet.engine(node, spec_of("decode"), store=STORE)
-    pull_and_check(sinks, publish(sources, 1), 1)
+    pull_a_request(fleet, daemon(fleet, "node", "cuda", placement))
     assert "host memory registered" not in log.read_text()
 
 
@@ -94,8 +96,6 @@ def test_memory_whose_mapping_ucx_has_not_seen_is_read_directly(
     """NIXL refuses memory that UCX takes for host memory, and then it is staged."""
     monkeypatch.setenv("CUDA_STUB_HOOKED_ADDRESSES", "0")
     node = daemon(fleet, "node", "cuda")
-    sources = fleet.engine(node, spec_of("prefill"), store=STORE)
-    sinks = fleet.engine(node, spec_of("decode"), store=STORE)
-    pull_and_check(sinks, publish(sources, 1), 1)
+    pull_a_request(fleet, node)
     placements = [rank_shown(node, name)["placement"] for name in ("prefill", "decode")]
     assert [one["kind"] for one in placements] == ["direct", "direct"], placements

@@ -20,14 +20,16 @@ from typing import Any, NamedTuple
 from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.die_with_parent import die_with_parent
 from kvxferd.errors import Code, KvxferdError
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
+from kvxferd.memory import SealedMemory
 from kvxferd.tooling.child_process import ChildError
-from tests.proofs.hostile.raw_protocol import WorkerByHand
 from tests.proofs.hostile.stage import Node, Stage
 from tests.proofs.hostile.users import HOSTILE, ROOT, STRANGER
-from tests.support.nodes.processes import descendants
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check
 from tests.support.raw_peer import PeerByHand
+from tests.support.raw_worker import RawWorker
 
 # Who attacks. A stranger has no permission on the worker socket and no key; a user may connect; a worker
 # has a registered rank of its own; a router hands out references; a peer has a key that the daemons admit.
@@ -41,6 +43,25 @@ OUTSIDERS = ("stranger", "user", "router")
 NEWCOMER_S = 15.0  # to start
 
 
+# Of the ranks that attackers register.
+FACTS: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "block_tokens": 16, "num_blocks": 16}
+
+
+class WorkerByHand(RawWorker):
+    """A connection to a worker socket that says whatever an attack wants."""
+
+    def be_rank(
+        self, name: str, memory: SealedMemory | None = None, generation: str = "g1", **more: Any
+    ) -> Any:
+        """Be the one rank of an engine of that name. Returns the answer; `more`: as of `register`."""
+        spec = EngineSpec(engine_id=name, generation=generation, num_layers=2, num_kv_heads=2)
+        layout = attention_layout(spec=spec, **FACTS)
+        if memory is not None:
+            return self.register(spec, layout, memory.fd, **more)
+        with SealedMemory.create(layout.regions[0].size_bytes, "by-hand") as own:
+            return self.register(spec, layout, own.fd, **more)
+
+
 @dataclass
 class Scene:
     """In the attacker's process. What only others may ask a daemon was asked before it became who it is."""
@@ -49,7 +70,6 @@ class Scene:
     until: float
     seed: int
     status: dict[str, Any]  # of daemon a
-    pids: list[int]  # daemon a's, and its family's
     opened: list[Any] = field(default_factory=list)
     _requests: Iterator[int] = field(default_factory=lambda: itertools.count(2))
 
@@ -181,7 +201,7 @@ def play(stage: Stage, attack: Attack, seed: int, said: Connection) -> None:
             importlib.import_module(module)
         node = stage.nodes["a"]
         until = time.monotonic() + attack.limit_s
-        scene = Scene(stage, until, seed, node.status(), [node.pid, *descendants(node.pid)])
+        scene = Scene(stage, until, seed, node.status())
         WHO[attack.who].become()
         die_with_parent(os.getppid())
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

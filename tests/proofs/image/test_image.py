@@ -7,7 +7,6 @@ import tarfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -30,10 +29,8 @@ def test_it_runs_kvxferd_as_a_user_by_number(image: str) -> None:
     assert (config["Entrypoint"], config["Cmd"]) == (["kvxferd"], ["serve"])
     # A volume below the run directory would hide the socket from the host that mounts the directory.
     assert not config.get("Volumes")
-    found = output(
-        image, "python", "-c", "import os, pwd; print(os.getuid(), pwd.getpwuid(os.getuid()).pw_dir)"
-    )
-    assert found.split() == [str(uid), "/home/kvxferd"]
+    script = "import os, pwd; print(os.getuid(), pwd.getpwuid(os.getuid()).pw_dir)"
+    assert output(image, "python", "-c", script).split() == [str(uid), "/home/kvxferd"]
 
 
 FOUND = """
@@ -62,16 +59,13 @@ def test_it_has_one_nixl_and_no_torch(image: str) -> None:
 def of_this_host() -> list[bytes]:
     """Return what of pip's settings here names this host's indexes and folders."""
     sources = build.host_sources()
-    places = " ".join(
-        sources.get(name, "") for name in ("index-url", "extra-index-url", "find-links", "proxy")
-    )
-    public = ("pypi.org", "download.pytorch.org")
-    words = [text for text in places.split() if urlsplit(text).hostname not in public]
+    settings = ("index-url", "extra-index-url", "find-links", "proxy")
+    places = " ".join(sources.get(name, "") for name in settings).split()
+    words = [text for text in places if urlsplit(text).hostname not in ("pypi.org", "download.pytorch.org")]
     # The bundle of certificates of a host stands where the image's own does.
     mounts = [str(mount.path) for mount in build.mounts_of(sources)]
-    return [
-        word.encode() for word in [*words, *(path for path in mounts if not path.startswith("/etc/ssl/"))]
-    ]
+    words += [path for path in mounts if not path.startswith("/etc/ssl/")]
+    return [word.encode() for word in words]
 
 
 def layers_of(archive: Path) -> Iterator[tuple[str, bytes]]:
@@ -148,19 +142,13 @@ def lanes_of(daemon: DaemonContainer) -> set[str]:
 def test_doctor_says_what_it_sees_in_the_container(start: Start) -> None:
     daemon = start("one")
     rank = lone_rank(daemon.worker_socket, "prefill")
-    report: dict[str, Any] = json.loads(
-        daemon.run("doctor", "--json")
-    )  # exits 0: nothing that is needed is broken
+    report = json.loads(daemon.run("doctor", "--json"))  # exits 0: nothing that is needed is broken
     rank.close()
     rows = {(row["name"], row["check"]): row for row in report["findings"]}
     assert rows["software", "nixl"]["verdict"] == "ok"
     assert "torch" not in rows["software", "python"]["facts"]["packages"]
-    for row in (
-        ("kernel", "sealed memory"),
-        ("same_node", "same node"),
-        ("tcp", "tcp"),
-        ("answering", "daemon"),
-    ):
+    right = (("kernel", "sealed memory"), ("same_node", "same node"), ("tcp", "tcp"), ("answering", "daemon"))
+    for row in right:
         assert rows[row]["verdict"] == "ok", rows[row]
     # What a container's engine gives it, seen from within.
     memory = rows["shared_memory", "shared memory"]

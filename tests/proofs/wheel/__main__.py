@@ -32,13 +32,7 @@ SOURCES = ("kvxferd", "pyproject.toml", "README.md", "LICENSE")
 STEP_TIMEOUT_S = 170
 EXTRA_HINT = "pip install 'kvxferd[daemon]'"
 # Modules that an engine imports, and of which nothing but msgspec may be needed.
-ENGINE_IMPORTS = (
-    "kvxferd.client",
-    "kvxferd.layout",
-    "kvxferd.layout.presets",
-    "kvxferd.memory",
-    "kvxferd.errors",
-)
+ENGINE_IMPORTS = "kvxferd.client, kvxferd.layout, kvxferd.layout.presets, kvxferd.memory, kvxferd.errors"
 CONSUMER = """
 from kvxferd.client import Client
 from kvxferd.layout import EngineSpec, Group, RegionSpec
@@ -138,9 +132,8 @@ def check_contents(work: Path, tools: Path, built: Built) -> None:
     metadata = email.parser.BytesParser().parsebytes(contents[f"{info}/METADATA"])
     _expect(metadata["Version"] == kvxferd.__version__, f"the wheel is of version {metadata['Version']}")
     unconditional = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
-    _expect(
-        len(unconditional) == 1 and unconditional[0].startswith("msgspec"), f"it requires {unconditional}"
-    )
+    is_msgspec = len(unconditional) == 1 and unconditional[0].startswith("msgspec")
+    _expect(is_msgspec, f"it requires {unconditional}")
 
 
 def check_client(work: Path, tools: Path, built: Built) -> None:
@@ -149,7 +142,7 @@ def check_client(work: Path, tools: Path, built: Built) -> None:
     _pip(scripts, str(built.wheel))
     installed = _installed(scripts) - {"pip", "setuptools", "wheel"}
     _expect(installed == {"kvxferd", "msgspec"}, f"the client installs {sorted(installed)}")
-    _run([str(scripts / "python"), "-I", "-c", f"import {', '.join(ENGINE_IMPORTS)}"], cwd=work)
+    _run([str(scripts / "python"), "-I", "-c", f"import {ENGINE_IMPORTS}"], cwd=work)
     for verb in ("status", "doctor", "--version"):
         done = _run([str(scripts / "kvxferd"), verb], code=2, cwd=work)
         is_one_line = done.stderr.startswith("kvxferd: cannot ") and done.stderr.count("\n") == 1
@@ -164,11 +157,8 @@ def check_client(work: Path, tools: Path, built: Built) -> None:
 
 def check_pipx(work: Path, tools: Path, built: Built) -> None:
     """With [daemon], under pipx: the command runs, doctor reports, and the sample passes its own check."""
-    home = {
-        "PIPX_HOME": str(work / "pipx"),
-        "PIPX_BIN_DIR": str(work / "bin"),
-        "PIPX_MAN_DIR": str(work / "man"),
-    }
+    places = {"HOME": "pipx", "BIN_DIR": "bin", "MAN_DIR": "man"}
+    home = {f"PIPX_{name}": str(work / folder) for name, folder in places.items()}
     install = [str(tools / "pipx"), "install", "--python", sys.executable, "--pip-args", f"-c {CONSTRAINTS}"]
     _run([*install, f"{built.wheel}[daemon]"], **home)
     command = str(work / "bin" / "kvxferd")
@@ -189,9 +179,8 @@ def check_pipx(work: Path, tools: Path, built: Built) -> None:
     (work / "sample.toml").write_text(sample)
     _run([command, "config", "check", str(work / "sample.toml")])
     shown = json.loads(_run([command, "config", "show", "--here", "--json"], **run_dir).stdout)["settings"]
-    _expect(
-        shown["node.run_dir"]["source"] == "KVXFERD_NODE_RUN_DIR", f"config show: {shown['node.run_dir']}"
-    )
+    found = shown["node.run_dir"]
+    _expect(found["source"] == "KVXFERD_NODE_RUN_DIR", f"config show: {found}")
 
 
 STEPS: dict[str, Callable[[Path, Path, Built], None]] = {
@@ -236,9 +225,8 @@ def _run(
     command: list[str], *, code: int = 0, cwd: Path | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command without this repository's settings. Raises Failure for another exit code."""
-    inherited = {
-        name: text for name, text in os.environ.items() if not name.startswith(("KVXFERD_", "PYTHON"))
-    }
+    ours = ("KVXFERD_", "PYTHON")
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(
         command,
         capture_output=True,

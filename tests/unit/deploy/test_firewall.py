@@ -16,7 +16,7 @@ from kvxferd.config import Config
 from kvxferd.config.types import split_endpoint
 from tests.support.documented_commands import blocks_of, commands_of
 from tests.support.manifests import ROOT
-from tests.support.network_namespaces import Cable, Host, NoNamespaces
+from tests.support.network_namespaces import Cable, Host, plugged_in
 
 RULES = ROOT / "deploy" / "firewall" / "kvxferd.nft"
 PAGE = ROOT / "docs" / "how-to" / "kubernetes.md"
@@ -83,12 +83,8 @@ def test_nft_accepts_the_rules() -> None:
 @pytest.fixture
 def cable() -> Iterator[Cable]:
     require_nft()
-    try:
-        made = Cable()
-    except NoNamespaces as error:
-        pytest.skip(str(error))
-    yield made
-    made.cut()
+    with plugged_in() as cable:
+        yield cable
 
 
 def connect(source: Host, target: str, ports: tuple[int, ...]) -> list[str]:

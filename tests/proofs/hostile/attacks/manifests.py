@@ -15,8 +15,9 @@ import zmq
 from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.wire import peer
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import BlockIds, Message, RankManifest
+from kvxferd.wire.common import BlockIds, Message, RankManifest, TransferRef
 from tests.proofs.hostile.attack import Scene, attack
+from tests.proofs.hostile.attacks.peers import large_manifest
 from tests.support.nodes.requests import TOKENS
 
 Answer = Callable[[Any], list[Message]]
@@ -65,14 +66,7 @@ class DaemonByHand:
 
 
 def ref_to(daemon: DaemonByHand, name: str) -> dict[str, Any]:
-    return {
-        "endpoint": daemon.endpoint,
-        "engine_id": name,
-        "generation": "g1",
-        "transfer_id": "t",
-        "nonce": "0" * 32,
-        "ready_tokens": -1,
-    }
+    return dict(msgspec.to_builtins(TransferRef(daemon.endpoint, name, "g1", "t", "0" * 32)))
 
 
 def manifest_of(scene: Scene, place: str, engine: str) -> RankManifest:
@@ -83,7 +77,7 @@ def manifest_of(scene: Scene, place: str, engine: str) -> RankManifest:
     return reply.ranks[0]
 
 
-def serving(manifest: RankManifest, changes: dict[str, Any]) -> Answer:
+def serving(manifest: RankManifest) -> Answer:
     """A source that hands that manifest out and grants whatever is asked."""
 
     def reply(request: Any) -> list[Message]:
@@ -102,7 +96,7 @@ def serving(manifest: RankManifest, changes: dict[str, Any]) -> Answer:
                 fence_word=bytes(16),
                 fence_metadata=manifest.binding.metadata,
             )
-            return [msgspec.structs.replace(granted, **changes)]
+            return [granted]
         if isinstance(request, peer.RenewGrants):
             return [peer.GrantsRenewed(request=request.request, ended=())]
         return [peer.RequestDone(request=request.request)]
@@ -154,7 +148,7 @@ def _mislead(scene: Scene, is_meant: Callable[[dict[str, Any], str], bool]) -> s
             continue
         binding = msgspec.structs.replace(mine.binding, **changed)
         spec = msgspec.structs.replace(mine.spec, engine_id=f"evil-{number}")
-        daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, binding), {}))
+        daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, binding)))
         outcome, _ = scene.pull(ref_to(daemon, f"evil-{number}"), 3.0)
         scene.rest(0.3)
         why = scene.newcomer()  # the same rank reads from the true one
@@ -169,11 +163,7 @@ def _mislead(scene: Scene, is_meant: Callable[[dict[str, Any], str], bool]) -> s
 @attack("peer", limit_s=60.0, fresh=True)
 def answers_in_a_flood(scene: Scene) -> str:
     """A daemon that is asked once answers a hundred thousand times, and with block ids of no question."""
-
-    def reply(request: Any) -> list[Message]:
-        return []
-
-    daemon = DaemonByHand(scene, reply)
+    daemon = DaemonByHand(scene, lambda request: [])
     scene.reader.prepare(ref_to(daemon, "flood"))
     scene.rest(1.0)
     route = next(iter(daemon.routes), b"")
@@ -195,7 +185,6 @@ def answers_in_a_flood(scene: Scene) -> str:
 @attack("peer", limit_s=60.0)
 def engines_learnt_without_end(scene: Scene) -> str:
     """A daemon tells of a hundred engines of thousands of tensors each."""
-    from tests.proofs.hostile.attacks.peers import large_manifest
 
     def reply(request: Any) -> list[Message]:
         if isinstance(request, peer.ManifestRequest):
@@ -237,7 +226,7 @@ def a_source_that_stalls(scene: Scene) -> str:
     region = msgspec.structs.replace(mine.binding.regions[0], address=address)
     binding = msgspec.structs.replace(mine.binding, agent="evil/stall", metadata=found[8:], regions=(region,))
     spec = msgspec.structs.replace(mine.spec, engine_id="evil-stall")
-    daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, binding), {}))
+    daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, binding)))
     outcomes = {scene.pull(ref_to(daemon, "evil-stall"), 2.0)[0] for _ in range(3)}
     why = scene.newcomer()
     scene.rest(15.0)

@@ -1,4 +1,4 @@
-"""Run directories, shared memory and processes: what another user may do to them."""
+"""Run directories and shared memory: what another user may do to them."""
 
 from __future__ import annotations
 
@@ -49,15 +49,3 @@ def shared_memory_squatted(scene: Scene) -> str:
         for path in made:
             with contextlib.suppress(OSError):
                 path.rmdir()
-
-
-@attack("stranger")
-def what_strangers_may_know(scene: Scene) -> str:
-    """The processes of a daemon of another user: their memory, descriptors and environment are nobody's."""
-    for pid in scene.pids:
-        for name in ("mem", "environ", "fd/0", "maps"):
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{pid}/{name}", "rb") as file:
-                    file.read(1)
-                return f"/proc/{pid}/{name} can be read"
-    return ""

@@ -118,42 +118,22 @@ def small_messages_in_the_clear(scene: Scene) -> str:
 
 
 def large_manifest(engine_id: str, home: str, num_tensors: int, agent: str) -> RankManifest:
-    spec = EngineSpec(
-        engine_id=engine_id,
-        generation="g1",
-        num_layers=num_tensors // 2,
-        num_kv_heads=1,
-        pp_size=2,
-        home=home,
-    )
-    layout = attention_layout(
-        spec=msgspec.structs.replace(spec, pp_size=1),  # this rank has the layers of both stages
-        num_kv_heads=1,
-        head_dim=16,
-        block_tokens=16,
-        num_blocks=4,
-    )
+    spec = EngineSpec(engine_id, "g1", num_tensors // 2, num_kv_heads=1, pp_size=2, home=home)
+    whole = msgspec.structs.replace(spec, pp_size=1)  # this rank has the layers of both stages
+    layout = attention_layout(spec=whole, num_kv_heads=1, head_dim=16, block_tokens=16, num_blocks=4)
     region = layout.regions[0]
     address = RegionAddress(region=region.region, address=1 << 40, size_bytes=region.size_bytes)
     return RankManifest(spec, layout, Binding(agent, b"m" * 100, (address,), "i"))
 
 
-def _joins(scene: Scene, home: str, reps: int) -> None:
-    one = scene.peer()
-    manifest = large_manifest("joined", home, 8_000, "by-hand/1")
-    joins = [
-        encode(peer.JoinRank(request=10 + n, boot="by-hand", manifest=manifest, secret="s"))
-        for n in range(reps)
-    ]
-    for content in joins:
-        one.socket.send(content)
-    scene.rest(4.0)
-
-
 @attack("peer")
 def large_joins(scene: Scene) -> str:
     """Eight ranks of thousands of tensors each are joined to their home."""
-    _joins(scene, scene.a.endpoint, 8)
+    one = scene.peer()
+    manifest = large_manifest("joined", scene.a.endpoint, 8_000, "by-hand/1")
+    for number in range(10, 18):
+        one.say(peer.JoinRank(request=number, boot="by-hand", manifest=manifest, secret="s"))
+    scene.rest(4.0)
     return ""
 
 
@@ -166,11 +146,8 @@ def sessions_end_while_thousands_wait(scene: Scene) -> str:
     ref = TransferRef(scene.a.endpoint, "lacking", "g1", "t", "0" * 32)
     who = peer.Consumer("x", "g", (0, 0), 1)
     for number in range(8000):
-        one.say(
-            peer.GrantRequest(
-                request=10 + number, grant=f"g{number}", ref=ref, consumer=who, reads=(), wait_s=10.0
-            )
-        )
+        which = {"request": 10 + number, "grant": f"g{number}"}
+        one.say(peer.GrantRequest(**which, ref=ref, consumer=who, reads=(), wait_s=10.0))
     scene.rest(1.0)
     for _ in range(20):
         scene.stage.spares[1].run(partial(pass_by, scene.a.worker_socket))

@@ -22,48 +22,19 @@ NAMES = ("endpoint", "engine_id", "generation", "transfer_id", "nonce")
 
 
 def _bad(good: dict[str, Any]) -> list[Any]:
-    odd: list[Any] = [
-        SURROGATE,
-        "x" + SURROGATE,
-        "",
-        "\0",
-        "a\nb",
-        "x" * 600,
-        "x" * 5_000_000,
-        1,
-        None,
-        [],
-        {},
-    ]
+    texts = (SURROGATE, "x" + SURROGATE, "", "\0", "a\nb", "x" * 600, "x" * 5_000_000)
+    odd: list[Any] = [*texts, 1, None, [], {}]
     made: list[Any] = [good | {name: value} for name in NAMES for value in odd]
     endpoints = (
-        "tcp://*:9441",
-        "tcp://127.0.0.1:0",
-        "tcp://127.0.0.1:99999",
-        "ipc:///tmp/x",
-        "inproc://zeromq.zap.01",
-        "tcp://127.0.0.1:1;127.0.0.1:2",
-        "tcp://[::1]:1",
-        "tcp://[",
-        "pgm://lo;1:2",
-        "tcp://%65:1",
-        "tcp://" + "a" * 300 + ":1",
+        *("tcp://*:9441", "tcp://127.0.0.1:0", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:1;127.0.0.1:2"),
+        *("tcp://[::1]:1", "tcp://[", "tcp://%65:1", f"tcp://{'a' * 300}:1"),
+        *("ipc:///tmp/x", "inproc://zeromq.zap.01", "pgm://lo;1:2"),
     )
     key = good["endpoint"].partition("#")[2]
     made += [good | {"endpoint": f"{endpoint}#{key}"} for endpoint in endpoints]
     made += [good | {"endpoint": good["endpoint"] + more} for more in ("#", "#" + key, "0", " ", SURROGATE)]
-    made += [
-        {},
-        [],
-        "",
-        "{}",
-        None,
-        7,
-        {"endpoint": good["endpoint"]},
-        good | {"later": 1},
-        good | {"x": "y" * 5_000_000},
-    ]
-    return made
+    made += [{}, [], "", "{}", None, 7, {"endpoint": good["endpoint"]}]
+    return [*made, good | {"later": 1}, good | {"x": "y" * 5_000_000}]
 
 
 @attack("router", limit_s=90.0)

@@ -16,8 +16,7 @@ from kvxferd.wire import mover, worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import MeasuredPlacement, Message, RegionAddress
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
-from tests.proofs.hostile.attack import Scene, attack
-from tests.proofs.hostile.raw_protocol import FACTS, WorkerByHand
+from tests.proofs.hostile.attack import FACTS, Scene, WorkerByHand, attack
 from tests.support.raw_worker import frame
 
 
@@ -33,18 +32,9 @@ class MoverByHand:
         export = worker.RegionExport(
             region=region.region, size_bytes=region.size_bytes, kind="resident", address=1 << 30
         )
-        self.session.say(
-            worker.Register(
-                request=1,
-                engine=spec,
-                layout=self.layout,
-                regions=(export,),
-                incarnation="i",
-                placement="resident",
-            ),
-            theirs.fileno(),
-            theirs.fileno(),  # also as the socket for deliveries
-        )
+        how = {"incarnation": "i", "placement": "resident"}
+        register = worker.Register(request=1, engine=spec, layout=self.layout, regions=(export,), **how)
+        self.session.say(register, theirs.fileno(), theirs.fileno())  # also as the socket for deliveries
         theirs.close()
         self.link = FrameSocket(ours)
         self.addresses = (RegionAddress(region=region.region, address=1 << 30, size_bytes=region.size_bytes),)
@@ -92,25 +82,16 @@ def a_mover_that_speaks_for_others(scene: Scene) -> str:
     return ""
 
 
-@attack("worker", limit_s=60.0)
-def a_mover_that_never_stops(scene: Scene) -> str:
-    """A resident mover sends a hundred thousand messages, in one breath."""
-    one = MoverByHand.bound(scene, "talker")
-    for _ in range(5):
-        one.push(frame(mover.Polling(token=1)) * 20_000)
-    one.push(frame(mover.ProbeResult(placement=MeasuredPlacement())) * 5_000)
-    one.push(frame(mover.MoverLeaving(code=Code.INTERNAL, message="x" * 10_000)) * 200)
-    scene.rest(1.0)
-    return ""
-
-
-@attack("worker", limit_s=60.0)
-def a_mover_that_does_not_read(scene: Scene) -> str:
-    """A resident mover sends a hundred thousand messages that are void of it, and reads nothing."""
-    one = MoverByHand.bound(scene, "deaf")
+@attack("worker", limit_s=90.0)
+def movers_that_never_stop(scene: Scene) -> str:
+    """Resident movers send a hundred thousand messages in one breath, void ones too, and read nothing."""
+    deaf, talker = (MoverByHand.bound(scene, name) for name in ("deaf", "talker"))
+    seen = mover.TransportsSeen(reach="node", transports=("tcp/lo",), is_fully_parsed=True)
     for number in range(5):
-        seen = mover.TransportsSeen(reach="node", transports=("tcp/lo",), is_fully_parsed=True)
-        one.push(frame(mover.ChunkMemoryRequest(num_wanted=1) if number % 2 else seen) * 20_000)
+        deaf.push(frame(mover.ChunkMemoryRequest(num_wanted=1) if number % 2 else seen) * 20_000)
+        talker.push(frame(mover.Polling(token=1)) * 20_000)
+    talker.push(frame(mover.ProbeResult(placement=MeasuredPlacement())) * 5_000)
+    talker.push(frame(mover.MoverLeaving(code=Code.INTERNAL, message="x" * 10_000)) * 200)
     scene.rest(1.0)
     return ""
 
@@ -149,16 +130,9 @@ def a_page_written_by_its_session(scene: Scene) -> str:
     session.be_rank("scribbles")
     pages = list(session.fds)
     for number in range(64):
-        session.say(
-            worker.Publish(
-                transfer_id=f"s{number}",
-                nonce="0" * 32,
-                num_tokens=16,
-                fence_slot=number % 5000,
-                incarnations=(),
-                blocks={"full": PackedBlocks(ids=bytes(4))},
-            )
-        )
+        ids = {"full": PackedBlocks(ids=bytes(4))}
+        what = {"nonce": "0" * 32, "num_tokens": 16, "incarnations": (), "blocks": ids}
+        session.say(worker.Publish(transfer_id=f"s{number}", fence_slot=number, **what))
         for fd in pages:
             with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, FENCE_PAGE_BYTES) as mapped:
                 mapped[:] = os.urandom(FENCE_PAGE_BYTES)
