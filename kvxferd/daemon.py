@@ -58,6 +58,7 @@ from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.mover_usage import MoverReading
 from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.telemetry.traces.tracer import Tracer
+from kvxferd.threads import on_thread
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.worker import Farewell
 
@@ -191,7 +192,7 @@ class Daemon:
         exporter = OtlpExporter(endpoint, self._boot, self._node.context.endpoint)
         self._recorders.tracer = tracer = Tracer(exporter.export, exporter.close)
         tracer.start()
-        closing.push_async_callback(asyncio.to_thread, tracer.close)
+        closing.push_async_callback(on_thread, tracer.close, "traces-end")
 
     async def _start_movers(self, lock_fd: int, closing: AsyncExitStack) -> None:
         self._make_movers(lock_fd)

@@ -7,12 +7,14 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import structlog
 
 from kvxferd.core.events import SavedRank
+from kvxferd.threads import on_thread
 
 log = structlog.get_logger()
 
@@ -88,7 +90,7 @@ class OwnershipFile:
                     await self._closing.wait()
             listed = self._current()
             try:
-                await asyncio.to_thread(self._write, listed)
+                await on_thread(partial(self._write, listed), "owners")
             except RuntimeError as error:  # the system has no thread now
                 log.error("ownership file not written", path=str(self._path), reason=str(error))
             self._written = listed  # also if the write fails: the next change tries again

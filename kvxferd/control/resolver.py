@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 
 import structlog
 
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.limits.ledger import FairShare
+from kvxferd.threads import on_thread
 
 log = structlog.get_logger()
 
@@ -97,31 +97,27 @@ class Resolver:
         return "", f"no name server answered for host name {host!r} within {self._give_up_s:g} s"
 
     def _start_query(self, host: str, uid: int) -> asyncio.Future[tuple[str, str]]:
-        """Look the name up on a thread, which keeps no exit waiting, unlike an executor's."""
-        loop = asyncio.get_running_loop()
-        query = self._queries[host] = loop.create_future()
-
-        def finish(outcome: tuple[str, str]) -> None:
-            del self._queries[host]
-            self._threads.release(uid)
-            if address := outcome[0]:
-                self._last_addresses.pop(host, None)
-                self._last_addresses[host] = address
-                if len(self._last_addresses) > MAX_CACHED:
-                    self._last_addresses.popitem(last=False)
-            query.set_result(outcome)
-
-        def look_up() -> None:
-            outcome = self._look_up(host)
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(finish, outcome)
-
+        """Look the name up on a thread, which keeps no exit waiting."""
         try:
-            threading.Thread(target=look_up, name="resolve", daemon=True).start()
+            query = on_thread(partial(self._look_up, host), "resolve")
         except RuntimeError as error:  # the system has no thread: a limit of processes or of memory
+            self._threads.release(uid)
+            query = asyncio.get_running_loop().create_future()
             why = f"{error}; raise the limit of tasks, or give a numeric address"
-            finish(("", f"cannot resolve host name {host!r}: {why}"))
+            query.set_result(("", f"cannot resolve host name {host!r}: {why}"))
+            return query
+        self._queries[host] = query
+        query.add_done_callback(lambda _: self._finish(host, uid, query.result()[0]))
         return query
+
+    def _finish(self, host: str, uid: int, address: str) -> None:
+        del self._queries[host]
+        self._threads.release(uid)
+        if address:
+            self._last_addresses.pop(host, None)
+            self._last_addresses[host] = address
+            if len(self._last_addresses) > MAX_CACHED:
+                self._last_addresses.popitem(last=False)
 
     def _look_up(self, host: str) -> tuple[str, str]:
         try:

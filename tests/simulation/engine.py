@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 3
 PATIENT_S = 10.0
 MAX_DRAWS = 100  # of blocks: a list of a window may need more than there are, or few
+MAX_PUBLISH_DRAWS = 10  # another request comes soon
 RETRY_S = 0.2
 BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
@@ -297,7 +298,7 @@ class Engine:
         deployment = self.shape.deployment
         used = _ids_of(transfer.lists for transfer in self.transfers.values())
         free = [block for block in range(deployment.num_blocks) if block not in used]
-        for _ in range(MAX_DRAWS):
+        for _ in range(MAX_PUBLISH_DRAWS):
             num_tokens = self.rng.choice((1, 2, 3, 5, 7, 8, 12, 16))
             if (lists := draw_request(self.rng, deployment, num_tokens, free)) is not None:
                 break

@@ -263,9 +263,12 @@ class Faults:
             self._world.kernel.kill(mover)
 
     def _node_of(self, mover: SimTransport) -> str:
-        """Return the node of a mover: a process there, or a thread of a worker."""
+        """Return the node of a mover: a process there, or a thread of a worker (any node: of a former life)."""
         nodes = {w.process: w.node for engine in self._world.engines for w in engine.workers}
-        return nodes.get(mover.process) or mover.process.name.split()[0]
+        name = mover.process.name.split()[0]
+        return nodes.get(mover.process) or (
+            name if name in self._world.daemons else self._world.node_names[0]
+        )
 
     def _kill_daemon_of(
         self, rng: random.Random, kind: str, name: str | None, delays_s: Sequence[float]

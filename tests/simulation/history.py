@@ -93,7 +93,12 @@ def _wrong_in_release(record: ReleaseRecord, heard: Heard) -> Iterator[str]:
         Code.RANK_LOST,
         Code.LEASE_EXPIRED,
     )
-    if whys.isdisjoint({Code.RELEASED, Code.UNPUBLISHED, record.why}) and not is_cut_off:
+    own_acts = {
+        Code.RELEASED,
+        Code.UNPUBLISHED,
+        Code.SUSPENDED,
+    }  # that a daemon which stood still heard too late
+    if whys.isdisjoint(own_acts | {record.why}) and not is_cut_off:
         yield f"{what} says {record.why}, and its engine heard {sorted(whys)}"
     if record.held_s < 0 or sum(reader.bytes for reader in record.readers) > record.bytes:
         yield f"{what} is held {record.held_s} s, and {record.readers} read {record.bytes} bytes"
