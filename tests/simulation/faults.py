@@ -263,7 +263,7 @@ class Faults:
             self._world.kernel.kill(mover)
 
     def _node_of(self, mover: SimTransport) -> str:
-        """Return the node of a mover: a process there, or a thread of a worker (any node: of a former life)."""
+        """Return the node of a mover: a process there, or a thread of a worker. A former life has any."""
         nodes = {w.process: w.node for engine in self._world.engines for w in engine.workers}
         name = mover.process.name.split()[0]
         return nodes.get(mover.process) or (
