@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import pytest
 
@@ -9,7 +11,6 @@ from kvxferd.core import events as ev
 from kvxferd.core.limits.table import GRANTS, WAITING_BYTES
 from kvxferd.core.peers.manifest_checks import LayoutCache, check_manifest, checked_layouts
 from kvxferd.core.ranks import home as core_home
-from kvxferd.core.ranks.movers import MAX_REMOTE_BYTES_PER_PEER, REMOTE_OVERHEAD_BYTES
 from kvxferd.core.sink.manifests import MAX_ENGINES_PER_PEER
 from kvxferd.core.source import grants as grant_server
 from kvxferd.core.source.transfer_table import MAX_READERS
@@ -45,7 +46,6 @@ from tests.support.simulation import (
     World,
     delivers,
     manifest_of,
-    spec_of,
 )
 
 
@@ -59,58 +59,46 @@ def tamper(world: World, kind: type[Message], **changes: object) -> None:
         world.arrive(envelope)
 
 
+def blocks_of(ids: Iterable[int]) -> dict[str, PackedBlocks]:
+    return {"full": PackedBlocks(pack_ids(ids))}
+
+
 @pytest.mark.parametrize(
-    "nonsense",
+    ("nonsense", "code"),
     [
-        {"lease_s": 0.0},
-        {"lease_s": -1.0},
-        {"lease_s": float("nan")},
-        {"lease_s": float("inf")},
-        {"lease_s": 1e-9},
-        pytest.param({"fence_word": b""}, id="a word of no length"),
-        {"fence_address": -1},
-        {"fence_address": 0},
-        {"fence_address": 2**63 - 1},
-        {"fence_address": 2**64 - 20},
-        {"fence_agent": ""},
-        {"fence_agent": "x" * 300},
-        {"fence_metadata": bytes(MAX_METADATA_BYTES + 1)},
+        ({"lease_s": 0.0}, Code.BAD_FRAME),
+        ({"lease_s": -1.0}, Code.BAD_FRAME),
+        ({"lease_s": float("nan")}, Code.BAD_FRAME),
+        ({"lease_s": float("inf")}, Code.BAD_FRAME),
+        ({"lease_s": 1e-9}, Code.BAD_FRAME),
+        pytest.param({"fence_word": b""}, Code.BAD_FRAME, id="a word of no length"),
+        ({"fence_address": -1}, Code.BAD_FRAME),
+        ({"fence_address": 0}, Code.BAD_FRAME),
+        ({"fence_address": 2**63 - 1}, Code.BAD_FRAME),
+        ({"fence_address": 2**64 - 20}, Code.BAD_FRAME),
+        ({"fence_agent": ""}, Code.BAD_FRAME),
+        ({"fence_agent": "x" * 300}, Code.BAD_FRAME),
+        ({"fence_metadata": bytes(MAX_METADATA_BYTES + 1)}, Code.BAD_FRAME),
+        ({"blocks": {}}, Code.TOKENS_NOT_PUBLISHED),
+        ({"blocks": blocks_of([-1] * len(IDS))}, Code.BLOCKS_INVALID),
+        ({"blocks": blocks_of(range(1 << 20, (1 << 20) + len(IDS)))}, Code.BLOCKS_INVALID),
     ],
 )
-def test_a_grant_that_makes_no_sense_fails_its_pull_and_nothing_else(world, source, sink, nonsense):
+def test_a_grant_that_makes_no_sense_fails_its_pull_and_nothing_else(world, source, sink, nonsense, code):
     world.hold_network = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     tamper(world, GrantReply, **nonsense)
-    assert sink.ended(ticket).code is Code.BAD_FRAME
+    assert sink.ended(ticket).code is code
     assert sink.ended(ticket).safe_to_reuse
     world.hold_network = False
-    good = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(good), wk.TicketDelivered)
+    assert delivers(source, sink, "t2")
     world.advance(100)
     assert source.host.node.is_idle
 
 
-@pytest.mark.parametrize(
-    ("blocks", "code"),
-    [
-        ({}, Code.TOKENS_NOT_PUBLISHED),
-        ({"full": PackedBlocks(pack_ids([-1] * len(IDS)))}, Code.BLOCKS_INVALID),
-        ({"full": PackedBlocks(pack_ids(range(1 << 20, (1 << 20) + len(IDS))))}, Code.BLOCKS_INVALID),
-    ],
-    ids=["none", "negative", "not there"],
-)
-def test_blocks_that_make_no_sense_fail_their_pull(world, source, sink, blocks, code):
-    world.hold_network = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    tamper(world, GrantReply, blocks=blocks)
-    assert sink.ended(ticket).code is code
-    assert sink.ended(ticket).safe_to_reuse
-
-
 def test_a_peer_cannot_describe_another_peers_agent(world, source, sink):
     """What it says of the agent would replace how the agent is reached, for every later pull of it."""
-    honest = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(honest), wk.TicketDelivered)
+    assert delivers(source, sink, "t1")
     (agent,) = {mover.agent for mover in source.host.movers.values()}
     liar = world.engine(world.host("liar"), "liar")[0]
     world.hold_network = True
@@ -120,32 +108,10 @@ def test_a_peer_cannot_describe_another_peers_agent(world, source, sink):
     assert (failed.code, failed.safe_to_reuse) == (Code.BAD_FRAME, True)
     assert f"agent {agent}" in failed.message
     world.hold_network = False
-    again = sink.pull(source.publish("t3", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(again), wk.TicketDelivered)
+    assert delivers(source, sink, "t3")
     world.advance(100)
     assert liar.host.node.is_idle
     assert source.host.node.is_idle
-
-
-def test_what_a_peer_says_of_its_agents_does_not_pile_up(world, source, sink):
-    """Each grant may name its fence page by other metadata, and a mover keeps what it has loaded."""
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-    movers, (number,) = sink.host.node.movers, sink.host.movers
-    mover = movers.get(number)
-    assert mover is not None
-    (honest,) = mover.remotes
-    liar = Endpoint("tcp://liar:9441")
-    for agent in ("a", "b") * 50:
-        metadata = world.rng.randbytes(16) + bytes(MAX_METADATA_BYTES - 16)
-        movers.load_remotes(number, liar, [(agent, metadata, 0)])
-        of_liar = [name for name in mover.remotes if name != honest]
-        loaded = sum(len(metadata) for name in of_liar for metadata in mover.remotes[name].loaded)
-        assert loaded <= MAX_REMOTE_BYTES_PER_PEER
-    assert mover.remote_bytes_of[liar] <= MAX_REMOTE_BYTES_PER_PEER
-    for agent in of_liar:
-        movers.drop_remote(number, agent)
-    assert mover.remote_bytes_of[liar] == len(of_liar) * REMOTE_OVERHEAD_BYTES
 
 
 def test_what_is_known_of_engines_is_bounded_and_goes_with_its_last_reader(world, sink):
@@ -175,26 +141,16 @@ def test_what_is_known_of_engines_is_bounded_and_goes_with_its_last_reader(world
 
 def test_an_agent_stays_the_peers_that_named_it_first_when_a_read_has_failed(world, source, sink):
     """A copy of an honest manifest with an address that is not there makes the mover drop the agent."""
-    honest = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(honest), wk.TicketDelivered)
+    assert delivers(source, sink, "t1")
     (agent,) = {mover.agent for mover in source.host.movers.values()}
     movers, (mover,) = sink.host.node.movers, sink.host.movers
     movers.drop_remote(mover, agent)
     with pytest.raises(PeerError, match=f"it is an agent of {source.host.endpoint}"):
         movers.load_remotes(mover, Endpoint("tcp://liar:9441"), [(agent, b"elsewhere", 0)])
-    again = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(again), wk.TicketDelivered)
+    assert delivers(source, sink, "t2")
 
 
 # --- engines that span nodes
-
-
-@pytest.fixture
-def stages(world) -> list[Worker]:
-    """Two stages on two hosts, the first of which is the home."""
-    home, other = world.host("p0"), world.host("p1")
-    spec = spec_of("spread", pp=2, layers=4, home=home.endpoint)
-    return [world.register(home, spec), world.register(other, msgspec.structs.replace(spec, pp_rank=1))]
 
 
 def hear(world: World, host: Host, endpoint: str, message: Message) -> None:
@@ -202,19 +158,15 @@ def hear(world: World, host: Host, endpoint: str, message: Message) -> None:
     world.feed(host, ev.PeerReply(endpoint, message))
 
 
-def released(transfer_id: str, engine: str = "prefill") -> TransferReleased:
-    return TransferReleased(
-        request=7, engine_id=engine, generation="g1", transfer_id=transfer_id, why=Code.COMPLETED
-    )
-
-
 def test_only_an_engines_home_can_tell_its_ranks_of_a_release(world, source, stages):
     source.publish("t1", IDS, TOKENS)
-    hear(world, source.host, "tcp://evil:9441", released("t1"))
-    assert not source.received(wk.Released)
-    hear(world, stages[1].host, "tcp://evil:9441", released("t1", "spread"))
-    assert not stages[1].received(wk.Released)
-    hear(world, stages[1].host, stages[0].host.endpoint, released("t1", "spread"))
+    released = TransferReleased(
+        request=7, engine_id="prefill", generation="g1", transfer_id="t1", why=Code.COMPLETED
+    )
+    for worker in (source, stages[1]):
+        hear(world, worker.host, "tcp://evil:9441", released)
+        assert not worker.received(wk.Released)
+    hear(world, stages[1].host, stages[0].host.endpoint, released)
     assert stages[1].received(wk.Released)
 
 
@@ -382,8 +334,7 @@ def test_engines_of_one_peer_whose_ids_never_come_back_are_forgotten(world, sink
     host = world.host("p")
     for number in range(MAX_ENGINES_PER_PEER + 5):
         source = world.engine(host, f"prefill-{number}")[0]
-        ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-        assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+        assert delivers(source, sink)
         source.close()
     (peer,) = sink.host.node.snapshot().peers
     assert len(peer.engines) == MAX_ENGINES_PER_PEER
@@ -554,17 +505,14 @@ def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(
         check_manifest(manifest, LayoutCache())
 
 
-def test_joined_ranks_are_bounded_by_peer(world, stages):
+def test_metadata_of_joined_ranks_is_bounded_by_peer(world, stages):
     """4,096 ranks with 2 MiB of metadata each were 8 GiB."""
-    home, codes = stages[0].host, []
+    home, refused = stages[0].host, []
     home.node.home._member_share.limit = 11 << 20  # each counts twice, also as readers get it
     for number in range(3):
         said = joining(world, stages[1], engine_id=f"new-{number}")
-        binding = msgspec.structs.replace(
-            said.manifest.binding, agent=f"agent-{number}", metadata=bytes(2 << 20)
-        )
+        metadata = {"agent": f"agent-{number}", "metadata": bytes(2 << 20)}
+        binding = msgspec.structs.replace(said.manifest.binding, **metadata)
         said = msgspec.structs.replace(said, manifest=msgspec.structs.replace(said.manifest, binding=binding))
-        codes += [
-            getattr(a, "code", None) for a in world.send_request(home, said) if isinstance(a, PeerRefused)
-        ]
-    assert codes == [Code.BUSY]
+        refused += [m for m in world.send_request(home, said) if isinstance(m, PeerRefused)]
+    assert [m.code for m in refused] == [Code.BUSY]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
-from kvxferd.core import events as ev
 from kvxferd.core.limits.table import OPEN_REQUESTS, REMOTE_ENGINE_BYTES
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import ManifestRequest, PeerHello, PeerRefused
 from tests.support.low_limits import lower
 from tests.support.simulation import (
     FIRST,
@@ -23,7 +21,6 @@ from tests.support.simulation import (
     mover_of,
     spec_of,
     two_users,
-    welcome_of,
 )
 
 
@@ -90,10 +87,8 @@ def test_the_home_of_a_rank_keeps_its_place() -> None:
     """It speaks to the rank's daemon on the connection that this one made."""
     world = world_of(max_peers=1)
     home, member = world.host("h"), world.host("m")
-    spec = spec_of("span", tp=2, home=home.endpoint)
     for rank, host in enumerate((home, member)):
         world.register(host, spec_of("span", tp=2, home=home.endpoint, tp_rank=rank))
-    assert spec.home == home.endpoint
     other = world.register(member, spec_of("decode"), uid=SECOND)
     ticket = other.pull(ref_to("elsewhere"), SINK_IDS, TOKENS)
     failed = other.ended(ticket)
@@ -185,27 +180,3 @@ def test_who_waits_longer_for_an_engine_is_not_refused_with_who_waits_shorter() 
     assert isinstance(failed, wk.TicketFailed)
     assert failed.code is Code.TRANSFER_UNKNOWN  # the engine was learnt
     assert first.host.node.peers._open_request_share.held == 0
-
-
-def test_a_source_that_refuses_at_once_is_asked_again_once() -> None:
-    """Who waits longest asks for all who wait."""
-    world = world_of()
-    first, second = two_users(world)
-    world.engine(world.host("s0"), "other")
-    world.hold_network = True
-    tickets = [
-        sink.pull(ref_to("s0"), SINK_IDS, TOKENS, deadline_s=deadline_s)
-        for sink, deadline_s in ((first, 0.5), (second, 4.0), (first, 2.0))
-    ]
-    node, num_refused = first.host.node, 0
-    for _ in range(8):
-        for request, requested in list(node.peer_requests._open.items()):
-            if isinstance(requested.message, ManifestRequest):
-                num_refused += 1
-                refused = PeerRefused(request=request, code=Code.ENGINE_INCOMPLETE, message="no")
-                world.feed(first.host, ev.PeerReply(requested.address, refused))
-            elif isinstance(requested.message, PeerHello):
-                world.feed(first.host, ev.PeerReply(requested.address, welcome_of(request)))
-    assert num_refused == 2
-    ended = [sink.ended(ticket) for sink, ticket in zip((first, second, first), tickets, strict=True)]
-    assert [e.code for e in ended if isinstance(e, wk.TicketFailed)] == [Code.ENGINE_INCOMPLETE] * 3

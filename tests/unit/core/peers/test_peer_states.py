@@ -27,6 +27,14 @@ def states_of(world: World, name: str = "d") -> dict[str, str]:
     return {peer.endpoint: peer.state for peer in world.hosts[name].node.snapshot().peers}
 
 
+def sent_by(world: World) -> list[str]:
+    """The names of all messages that are sent from now on, whether they arrive or not."""
+    sent: list[str] = []
+    post = world.post
+    world.post = lambda *args: [sent.append(type(args[-1]).__name__), post(*args)]  # type: ignore[method-assign]
+    return sent
+
+
 def test_a_peer_that_was_up_is_silent_once_its_reply_is_overdue_and_up_when_it_comes() -> None:
     world = World()
     source_host = world.host("p")
@@ -80,9 +88,7 @@ def test_to_a_silent_peer_only_a_hello_is_sent_and_all_that_waits_as_soon_as_it_
     ticket = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=300.0)
     world.advance(world.settings.gone_after_s + 0.1)
     assert sink.ended(ticket).code is Code.PEER_UNREACHABLE
-    sent: list[str] = []
-    post = world.post
-    world.post = lambda *args: [sent.append(type(args[-1]).__name__), post(*args)]  # type: ignore[method-assign]
+    sent = sent_by(world)
     ticket = sink.pull(source.publish("t3", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=300.0)
     world.advance(3 * world.settings.resend_s)
     assert set(sent) == {"PeerHello"}
@@ -185,13 +191,11 @@ def test_readers_of_a_lost_node_send_it_a_bounded_number_of_messages_whatever_ot
 
 
 def test_behind_a_hello_without_reply_no_request_is_sent_twice():
-    world = CountingWorld()
+    world = World()
     sink = world.register(world.host("n"), spec_of("decode"))
     world.host("hub")
     world.cut |= {("n", "hub"), ("hub", "n")}
-    sent: list[str] = []
-    post = world.post
-    world.post = lambda *args: [sent.append(type(args[-1]).__name__), post(*args)]
+    sent = sent_by(world)
     for number in range(3):
         ref = TransferRef("tcp://hub:9441", f"prefill{number}", "g1", "t", "n")
         sink.pull(ref, IDS, TOKENS, deadline_s=AWAY_S)
@@ -288,9 +292,7 @@ def test_a_connection_that_ends_all_the_time_has_no_request_sent_more_than_twice
     world, source, sink
 ) -> None:
     waits_at(source, sink)
-    sent: list[str] = []
-    post = world.post
-    world.post = lambda *args: [sent.append(type(args[-1]).__name__), post(*args)]
+    sent = sent_by(world)
     for _ in range(100):
         disconnected(world, source, sink)
         world.feed(sink.host, ev.PeerConnected(source.host.endpoint))

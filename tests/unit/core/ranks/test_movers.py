@@ -28,6 +28,9 @@ def test_the_agents_that_a_peer_names_are_bounded_and_push_out_its_own_alone(
     for name in "bcdef":
         movers.load_remotes(number, liar, [(name, b"metadata", 0)])
     assert set(mover.remotes) == honest | set("def")
+    for number_of_page in range(9):  # and each may name its fence page by other metadata
+        movers.load_remotes(number, liar, [("f", b"metadat%d" % number_of_page, 0)])
+        assert mover.remote_bytes_of[liar] <= 3 * each
 
 
 def test_the_plans_of_a_mover_are_bounded_and_loaded_again_where_one_is_needed(world, sink, monkeypatch):

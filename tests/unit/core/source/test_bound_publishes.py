@@ -17,7 +17,6 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.peer import RankReady
-from kvxferd.wire.worker import Ready
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of
 
 FIRST, SECOND = Rank(0, 0), Rank(0, 1)
@@ -89,36 +88,6 @@ def test_a_rank_that_slept_while_its_daemon_was_away(world: World, first_back: s
     assert sink.reads(again)
 
 
-@pytest.mark.parametrize("first_back", ["scheduler", "member"])
-def test_a_member_that_slept_while_its_home_was_away(world: World, first_back: str) -> None:
-    home, member = world.host("p0"), world.host("p1")
-    spec = spec_of("prefill", pp=2, home=home.endpoint, publish_implies_ready=True)
-    world.register(home, spec)
-    second = world.register(member, msgspec.structs.replace(spec, pp_rank=1))
-    scheduler = world.attach(home, spec)
-    known, ref = scheduler.known, scheduler.publish("t1", IDS, TOKENS)
-    assert set(known) == {(Rank(0, 0), "first"), (Rank(1, 0), "first")}
-
-    world.cut |= {("p0", "p1"), ("p1", "p0")}
-    suspend(second)
-    world.advance(1.0)
-    home = world.host("p0")
-    world.register(home, spec)
-    scheduler = world.attach(home, spec)
-    if first_back == "scheduler":
-        replay(world, scheduler, ref, known)
-        assert scheduler.over() == []
-    second.resume()
-    world.cut.clear()
-    world.advance(10.0)
-    assert len(second.received(wk.Registered)) == 2
-    if first_back == "member":
-        replay(world, scheduler, ref, known)
-    assert scheduler.over() == [("t1", Code.RANK_LOST)]
-    (sink,) = world.engine(world.host("d"), "decode")
-    assert failure(world, sink, ref) in (Code.RELEASED, Code.TRANSFER_UNKNOWN)
-
-
 def test_what_is_published_while_a_rank_sleeps_is_refused(world: World) -> None:
     host = world.host("p")
     first, second = world.engine(host, "prefill", tp=2, publish_implies_ready=True)
@@ -182,11 +151,8 @@ def test_ready_of_memory_that_is_gone_releases_the_transfer(world: World) -> Non
     assert ("prefill", "g1") not in {key[0] for key in host.node.published.announced}
 
 
-def test_a_members_readiness_that_is_late_speaks_for_the_memory_that_it_names(world: World) -> None:
-    home, member = world.host("p0"), world.host("p1")
-    spec = spec_of("prefill", pp=2, home=home.endpoint)
-    first = world.register(home, spec)
-    second = world.register(member, msgspec.structs.replace(spec, pp_rank=1))
+def test_a_members_readiness_that_is_late_speaks_for_the_memory_that_it_names(world: World, stages) -> None:
+    first, second = stages
     world.hold_network = True
     second.ready("t1")
     late = [e for e in world.network if isinstance(PEER_MESSAGES.decode(e.payload), RankReady)]
@@ -264,9 +230,10 @@ def stages_of_groups(world: World, host: Host, only: int | None = None) -> list[
     return workers
 
 
-def publish_groups(worker: Worker, transfer_id: str, *groups: str) -> None:
+def publish_groups(worker: Worker, transfer_id: str, *groups: str, **more: object) -> None:
+    """Publish the same blocks of those groups, by the ranks that the worker knows unless others are named."""
     blocks = {group: PackedBlocks(pack_ids(IDS)) for group in groups}
-    facts = {"num_tokens": TOKENS, "fence_slot": next(worker.slots), "incarnations": worker.known}
+    facts = {"num_tokens": TOKENS, "fence_slot": next(worker.slots), "incarnations": worker.known} | more
     worker.say(wk.Publish(transfer_id=transfer_id, nonce="ab" * 16, blocks=blocks, **facts), b"w" * 16)
 
 
@@ -288,19 +255,14 @@ def test_a_publish_lists_the_groups_of_all_stages(world: World) -> None:
 def test_a_group_of_a_stage_that_is_not_back_is_waited_for(world: World) -> None:
     host = world.host("p")
     stages = stages_of_groups(world, host)
-    scheduler = world.attach(host, stages[0].spec)
-    known = scheduler.known
+    known = world.attach(host, stages[0].spec).known
     host = world.host("p")
     stages_of_groups(world, host, only=0)
     scheduler = world.attach(host, stages[0].spec)
-    blocks = {group: PackedBlocks(pack_ids(IDS)) for group in ("full", "window")}
-    publish = wk.Publish(
-        transfer_id="t", nonce="ab" * 16, blocks=blocks, num_tokens=TOKENS, fence_slot=0, incarnations=known
-    )
-    scheduler.say(publish, b"w" * 16)
+    publish_groups(scheduler, "t", "full", "window", incarnations=known)
     assert scheduler.over() == [("t", Code.ENGINE_INCOMPLETE)]  # its client asks again
     stages_of_groups(world, host, only=1)
-    scheduler.say(publish, b"w" * 16)
+    publish_groups(scheduler, "t", "full", "window", incarnations=known)
     assert len(scheduler.over()) == 1
 
 
@@ -308,16 +270,8 @@ def test_a_transfer_grows_by_the_group_of_a_stage_that_comes_back(world: World) 
     known = stages_of_groups(world, world.host("p"))[0].known
     host = world.host("p")
     (stage,) = stages_of_groups(world, host, only=0)
-    grows = wk.Publish(
-        transfer_id="t",
-        nonce="ab" * 16,
-        blocks={"full": PackedBlocks(pack_ids(IDS))},  # all that the engine has until its other stage is back
-        num_tokens=TOKENS,
-        fence_slot=0,
-        incarnations=known,
-        ready_tokens=TOKENS,
-    )
-    stage.say(grows, b"w" * 16)
+    # All that the engine has until its other stage is back:
+    publish_groups(stage, "t", "full", incarnations=known, ready_tokens=TOKENS)
     stages_of_groups(world, host, only=1)
     added = {"window": PackedBlocks(pack_ids(IDS))}
     stage.say(wk.Ready(transfer_id="t", blocks=added, incarnation=stage.incarnation, ready_tokens=TOKENS))
@@ -335,22 +289,16 @@ KEY = EngineKey(EngineId("one"), Generation("g")), TransferId("t1")
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
 def announced(world: World) -> Announcements:
     return world.host("p").node.published.announced
 
 
 def test_what_a_rank_said_early_goes_with_its_process(world: World) -> None:
     worker = world.engine(world.host("p"), "prefill")[0]
-    worker.say(Ready(transfer_id=TransferId("t1"), incarnation=Incarnation(worker.incarnation)))
-    announced = worker.host.node.published.announced
-    key = (worker.spec.key, TransferId("t1"))
+    announced, key = worker.host.node.published.announced, (worker.spec.key, TransferId("t1"))
+    worker.ready("t1")
     assert dict(announced.take(key)) == {RANK: Report(Incarnation(worker.incarnation), ALL_TOKENS)}
-    worker.say(Ready(transfer_id=TransferId("t1"), incarnation=Incarnation(worker.incarnation)))
+    worker.ready("t1")
     worker.close()
     successor = world.connect(worker.host)
     successor.spec, successor.layout, successor.memory = worker.spec, worker.layout, worker.memory

@@ -10,17 +10,11 @@ from kvxferd.wire import worker as wk
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of, spec_of
 
 
-def attach(worker, engine_id: str = "prefill") -> None:
-    worker.say(wk.Attach(request=5, engine_id=engine_id, generation="g1"))
-    worker.spec = spec_of(engine_id)
-
-
 @pytest.mark.parametrize("uid", [1001, 0])
 def test_a_page_of_another_user_is_registered_by_no_mover_of_the_engine(world, uid):
     """Root is an owner of its own: it publishes for engines of its own."""
     host = world.host("p")
-    stranger = world.connect(host, uid)
-    attach(stranger)
+    stranger = world.attach(host, spec_of("prefill"), uid)
     rank = world.register(host, spec_of("prefill", publish_implies_ready=True), uid=1000)
     assert host.node.fence_pages.get(rank.session)
     assert stranger.session not in host.node.fence_pages._pages
@@ -31,8 +25,7 @@ def test_a_page_of_another_user_is_registered_by_no_mover_of_the_engine(world, u
 def test_root_is_told_that_it_cannot_publish_for_anothers_engine(world):
     host = world.host("p")
     world.register(host, spec_of("prefill"), uid=1000)
-    root = world.connect(host, 0)
-    attach(root)
+    root = world.attach(host, spec_of("prefill"), uid=0)
     (refused,) = root.received(wk.Refused)
     assert refused.code is Code.NOT_ALLOWED
     assert "1000" in refused.message
@@ -44,7 +37,7 @@ def test_a_page_that_no_mover_can_use_ends_its_session_alone(world):
     mover = mover_of(rank)
     bad = world.connect(host)
     bad.spoilt = True
-    attach(bad)
+    bad.say(wk.Attach(request=5, engine_id="prefill", generation="g1"))
     (farewell,) = bad.received(wk.Farewell)
     assert farewell.code is Code.MOVER_LOST
     assert "fence page" in farewell.message

@@ -8,37 +8,28 @@ from kvxferd.core import Settings
 from kvxferd.core.limits.table import ENDED_TRANSFERS, RETRY_LATER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, delivers, mover_of
+from kvxferd.wire.common import TransferRef
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, delivers, mover_of
 
 
-def published(world: World, num_readers: int = 1):
-    """A source and a sink on two hosts, and a transfer that the source has published."""
-    source = world.engine(world.host("p"), "prefill")[0]
-    sink = world.engine(world.host("d"), "decode", layout="NHD")[0]
-    source.fill(IDS, TOKENS, seed=1)
-    ref = source.publish("t1", IDS, TOKENS, num_readers=num_readers)
-    return source, sink, ref
+@pytest.fixture
+def ref(source: Worker) -> TransferRef:
+    """A transfer that the source has published."""
+    return source.publish("t1", IDS, TOKENS)
 
 
-def test_a_pull_delivers_the_published_bytes_and_releases_the_source(world):
-    source, sink, ref = published(world)
+def test_a_pull_delivers_the_published_bytes_and_releases_the_source(source, sink, ref):
+    """Its fence word is overwritten before anybody is told."""
+    word = bytes(source.fence[:16])
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
     assert source.received(wk.Released) == [wk.Released(transfer_id="t1", why=Code.COMPLETED)]
-
-
-def test_the_fence_word_is_overwritten_before_anybody_is_told_of_the_release(world):
-    source, sink, ref = published(world)
-    word = bytes(source.fence[:16])
-    sink.pull(ref, SINK_IDS, TOKENS)
-    assert source.received(wk.Released)
     assert bytes(source.fence[:16]) != word
 
 
-def test_a_released_transfer_is_not_taken_again(world):
+def test_a_released_transfer_is_not_taken_again(source, ref):
     """Its session had replayed it on a new connection before the end of the old one was noticed."""
-    source, _, ref = published(world)
     source.say(wk.Unpublish(transfer_id="t1"))
     source.publish("t1", IDS, TOKENS, nonce=ref.nonce)
     assert [refused.code for refused in source.received(wk.PublishRefused)] == [Code.RELEASED]
@@ -59,8 +50,7 @@ def test_a_publish_that_overtakes_the_end_of_its_clients_former_connection_is_re
     assert again.received(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
 
 
-def test_a_release_during_the_read_fails_the_pull_though_its_bytes_arrived(world):
-    source, sink, ref = published(world)
+def test_a_release_during_the_read_fails_the_pull_though_its_bytes_arrived(source, sink, ref):
     mover = mover_of(sink)
     mover.hold = True
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
@@ -87,8 +77,8 @@ def test_every_rank_of_a_sink_must_acknowledge_before_the_release(world):
     assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
-def test_the_same_rank_pulling_twice_is_one_acknowledgement(world):
-    source, sink, ref = published(world, num_readers=2)
+def test_the_same_rank_pulling_twice_is_one_acknowledgement(source, sink):
+    ref = source.publish("t1", IDS, TOKENS, num_readers=2)
     for _ in range(2):
         assert sink.reads(ref)
     assert not source.received(wk.Released)
@@ -106,17 +96,16 @@ def test_a_scheduler_without_memory_publishes_for_ranks_that_are_ready_by_themse
     assert [m.why for m in rank.received(wk.Released)] == [Code.COMPLETED]
 
 
-def test_a_lease_that_nobody_reads_expires_and_not_before(world):
-    source, _, _ = published(world)
+def test_a_lease_that_nobody_reads_expires_and_not_before(world, source, ref):
     world.advance(29.9)
     assert not source.received(wk.Released)
     world.advance(0.2)
     assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
-def test_a_grant_of_a_reader_that_is_gone_ends_while_another_reads(world):
+def test_a_grant_of_a_reader_that_is_gone_ends_while_another_reads(world, source, sink):
     """Until then the source's movers poll for it, and its share of the peer's grants is taken."""
-    source, sink, ref = published(world, num_readers=2)
+    ref = source.publish("t1", IDS, TOKENS, num_readers=2)
     other = world.engine(world.host("e"), "decode-2")[0]
     sink.say(wk.Prepare(ref=ref))
     other.say(wk.Prepare(ref=ref))
@@ -128,9 +117,8 @@ def test_a_grant_of_a_reader_that_is_gone_ends_while_another_reads(world):
     assert not source.received(wk.Released)
 
 
-def test_a_transfer_that_has_ended_is_not_ended_again(world):
+def test_a_transfer_that_has_ended_is_not_ended_again(source, ref):
     """Its slot may hold the word of the next transfer."""
-    source, _, _ = published(world)
     node = source.host.node
     (transfer,) = node.published.table.live.values()
     source.say(wk.Unpublish(transfer_id=transfer.transfer_id))
@@ -139,32 +127,28 @@ def test_a_transfer_that_has_ended_is_not_ended_again(world):
     assert not node.context.pop_effects()
 
 
-def test_a_prepared_pull_asks_nobody_anything_before_it_reads(world):
-    _, sink, ref = published(world)
+def test_a_prepared_pull_asks_nobody_anything_before_it_reads(world, sink, ref):
     sink.say(wk.Prepare(ref=ref))
     world.hold_network = True
     assert sink.reads(ref)
 
 
-def test_what_is_prepared_outlives_its_lease_for_as_long_as_a_grant_may_be_renewed(world):
-    source, sink, ref = published(world)
+def test_what_is_prepared_outlives_its_lease_for_as_long_as_a_grant_may_be_renewed(world, source, sink, ref):
     sink.say(wk.Prepare(ref=ref))
     world.advance(Settings().max_hold_s - Settings().lease_s)
     assert not source.received(wk.Released)
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.TicketDelivered)
 
 
-def test_abandoning_releases_the_source_before_its_lease_ends(world):
-    source, sink, ref = published(world)
+def test_abandoning_releases_the_source_before_its_lease_ends(source, sink, ref):
     sink.say(wk.Prepare(ref=ref))
     sink.say(wk.Abandon(ref=ref))
     assert [m.why for m in source.received(wk.Released)] == [Code.ABANDONED]
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["its worker is gone", "its pull fails"])
-def test_a_reader_that_fails_after_the_lease_leaves_time_for_another(world, dies):
+def test_a_reader_that_fails_after_the_lease_leaves_time_for_another(world, source, sink, ref, dies):
     """The request waited there for longer than the lease; its router sends it to another engine."""
-    source, sink, ref = published(world)
     sink.say(wk.Prepare(ref=ref))
     world.advance(3 * Settings().lease_s)
     if dies:
@@ -182,8 +166,7 @@ def test_a_reader_that_fails_after_the_lease_leaves_time_for_another(world, dies
     assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
-def test_the_operator_sees_who_holds_a_transfer_and_for_how_long(world):
-    source, sink, ref = published(world)
+def test_the_operator_sees_who_holds_a_transfer_and_for_how_long(world, source, sink, ref):
     sink.say(wk.Prepare(ref=ref))
     world.advance(40)
     (shown,) = source.host.node.snapshot().transfers
@@ -201,8 +184,7 @@ def test_a_lease_that_is_none_is_refused(world, lease_s):
     assert [m.code for m in source.received(wk.PublishRefused)] == [Code.BLOCKS_INVALID]
 
 
-def test_the_publishers_death_voids_what_it_published(world):
-    source, sink, ref = published(world)
+def test_the_publishers_death_voids_what_it_published(world, source, sink, ref):
     word = bytes(source.fence[:16])
     source.close()
     assert bytes(source.fence[:16]) != word
@@ -211,17 +193,17 @@ def test_the_publishers_death_voids_what_it_published(world):
     assert sink.ended(ticket).code in (Code.RELEASED, Code.ENGINE_UNKNOWN)
 
 
-def test_an_id_may_be_published_again_once_it_is_forgotten_and_the_old_reference_is_void(world):
-    source, sink, old = published(world)
+def test_an_id_may_be_published_again_once_it_is_forgotten_and_the_old_reference_is_void(
+    world, source, sink, ref
+):
     source.say(wk.Unpublish(transfer_id="t1"))
     world.advance(source.host.node.context.settings.tombstone_s + 1)
     new = source.publish("t1", IDS, TOKENS)
-    assert sink.ended(sink.pull(old, SINK_IDS, TOKENS)).code is Code.NONCE_WRONG
+    assert sink.ended(sink.pull(ref, SINK_IDS, TOKENS)).code is Code.NONCE_WRONG
     assert sink.reads(new)
 
 
-def test_a_new_generation_ends_new_grants_of_the_old_and_no_live_one(world):
-    _, sink, ref = published(world)
+def test_a_new_generation_ends_new_grants_of_the_old_and_no_live_one(world, sink, ref):
     sink.say(wk.Prepare(ref=ref))
     world.engine(world.hosts["p"], "prefill", generation="g2")
     other = world.engine(world.hosts["d"], "decode-2")[0]
@@ -229,8 +211,7 @@ def test_a_new_generation_ends_new_grants_of_the_old_and_no_live_one(world):
     assert sink.reads(ref)
 
 
-def test_a_source_mover_that_dies_is_replaced_and_the_transfer_still_readable(world):
-    source, sink, ref = published(world)
+def test_a_source_mover_that_dies_is_replaced_and_the_transfer_still_readable(world, source, sink, ref):
     assert delivers(source, sink, "t0")
     mover_of(source).die()
     ticket = sink.pull(ref, SINK_IDS, TOKENS)

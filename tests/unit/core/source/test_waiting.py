@@ -15,7 +15,7 @@ from kvxferd.ids import AgentName, Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
-from kvxferd.wire.common import TransferRef
+from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.peer import Consumer, GrantReply, GrantRequest, ManifestRequest, PeerRefused
 from tests.support.simulation import IDS, TOKENS, Worker, World, spec_of
 
@@ -34,28 +34,20 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return seen
 
 
-def most_of_an_event(source: Worker, monkeypatch: pytest.MonkeyPatch, looked_at: list[object]) -> list[int]:
-    """Return how many are considered in each event from now on, in a list that grows."""
-    counts: list[int] = []
-    feed = source.host.node.feed
-
-    def counted(event: ev.Event, now: float):  # type: ignore[no-untyped-def]
-        before = len(looked_at)
-        effects = feed(event, now)
-        counts.append(len(looked_at) - before)
-        return effects
-
-    monkeypatch.setattr(source.host.node, "feed", counted)
-    return counts
-
-
-def send_request(world: World, source: Worker, ref: TransferRef, number: int, agent: str = "gone") -> None:
-    reads = ((Rank(0, 0), agent),)
+def grant_request(
+    ref: TransferRef, number: int, *agents: str, grant: str = "", wait_s: float = 9.0, **more: object
+) -> GrantRequest:
+    """A request to read from those agents, the first of rank 0."""
+    reads = tuple((Rank(0, tp_rank), AgentName(agent)) for tp_rank, agent in enumerate(agents))
     consumer = Consumer("decode", "g1", Rank(0, 0), 1)
-    request = GrantRequest(
-        request=number, grant=f"g{number}", ref=ref, consumer=consumer, reads=reads, wait_s=9.0
+    grant = grant or f"g{number}"
+    return GrantRequest(
+        request=number, grant=grant, ref=ref, consumer=consumer, reads=reads, wait_s=wait_s, **more
     )
-    world.feed(source.host, ev.PeerRequest(b"d", request, ""))  # type: ignore[arg-type]
+
+
+def send(world: World, source: Worker, message: Message) -> None:
+    world.feed(source.host, ev.PeerRequest(b"d", message, ""))
 
 
 @pytest.fixture
@@ -66,9 +58,9 @@ def waiting() -> tuple[World, Worker]:
     source = world.register(world.host("p"), spec_of("prefill", tp=2))
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "t", "n")
     for number in range(20):
-        send_request(world, source, ref, number)
+        send(world, source, grant_request(ref, number, "gone"))
         fetch = ManifestRequest(request=100 + number, engine_id="prefill", generation="g1", wait_s=9.0)
-        world.feed(source.host, ev.PeerRequest(b"d", fetch, ""))
+        send(world, source, fetch)
     return world, source
 
 
@@ -100,28 +92,26 @@ def test_what_many_wait_for_is_looked_at_in_turns(
     world = World()
     world.hold_network = True
     source = world.register(world.host("p"), spec_of("prefill"))
-    node, most = source.host.node, most_of_an_event(source, monkeypatch, looked_at)
-    rank = node.sessions[source.session].rank
-    assert rank is not None
-    assert rank.agent is not None
+    node = source.host.node
+    feed = node.feed
+    in_each: list[int] = []  # how many were looked at in each event
+
+    def counted(event: ev.Event, now: float):  # type: ignore[no-untyped-def]
+        looked_at.clear()
+        effects = feed(event, now)
+        in_each.append(len(looked_at))
+        return effects
+
+    monkeypatch.setattr(node, "feed", counted)
+    agent = node.sessions[source.session].rank.agent
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "t", "n")
     num = 2 * CALLS_PER_TICK + 10
-    for number in range(num):
-        # Past the world, which checks the books after each event.
-        request = GrantRequest(
-            request=number,
-            grant=f"g{number}",
-            ref=ref,
-            consumer=Consumer("decode", "g1", Rank(0, 0), 1),
-            reads=((Rank(0, 0), rank.agent),),
-            wait_s=9.0,
-        )
-        node.feed(ev.PeerRequest(b"d", request, ""), world.now)
-    looked_at.clear()
+    for number in range(num):  # past the world, which checks the books after each event
+        node.feed(ev.PeerRequest(b"d", grant_request(ref, number, agent), ""), world.now)
     source.publish("t", IDS, TOKENS, nonce="n")
     world.advance(0.1)
-    assert CALLS_PER_TICK / 2 < max(most) <= CALLS_PER_TICK
-    granted = [m for e in world.network if isinstance(m := decoded(e.payload), GrantReply)]
+    assert CALLS_PER_TICK / 2 < max(in_each) <= CALLS_PER_TICK
+    granted = [m for e in world.network if isinstance(m := PEER_MESSAGES.decode(e.payload), GrantReply)]
     assert len(granted) == num
     assert not node.waiting._due
 
@@ -138,10 +128,6 @@ def test_a_mover_that_repeats_itself_makes_nobody_look(
     assert not looked_at
 
 
-def decoded(payload: bytes) -> object:
-    return PEER_MESSAGES.decode(payload)
-
-
 @pytest.mark.parametrize("is_repeated", [True, False])
 def test_what_nobody_sends_again_waits_no_more(is_repeated: bool) -> None:
     """Its reader is dead: granted, it would keep the transfer for a lease."""
@@ -149,16 +135,13 @@ def test_what_nobody_sends_again_waits_no_more(is_repeated: bool) -> None:
     source = world.register(world.host("p"), spec_of("prefill", tp=2))
     source.fill(IDS, TOKENS, seed=1)
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "t", "n")
-    consumer = Consumer("decode", "g1", Rank(0, 0), 1)
-    grant = GrantRequest(
-        request=1, grant="g", ref=ref, consumer=consumer, reads=((Rank(0, 0), "gone"),), wait_s=300.0
-    )
+    grant = grant_request(ref, 1, "gone", wait_s=300.0)
     fetch = ManifestRequest(request=2, engine_id="prefill", generation="g1", wait_s=300.0)
     world.settings = replace(world.settings, handshake_wait_s=300.0)
     source.host.node.context.settings = world.settings
     for _ in range(10):
         for message in (grant, fetch):
-            world.feed(source.host, ev.PeerRequest(b"d", message, ""))
+            send(world, source, message)
         world.advance(world.settings.resend_s)
         if not is_repeated:
             break
@@ -177,22 +160,17 @@ def test_a_reader_that_waits_keeps_its_movers_polling_though_a_grant_of_its_name
     second.ready("t")
     first_mover, second_mover = first.host.movers.values()
 
-    def request(number: int, agents: list[str]) -> None:
-        reads = tuple((Rank(0, number), AgentName(agent)) for number, agent in enumerate(agents))
-        consumer = Consumer("decode", "g1", Rank(0, 0), 1)
-        message = GrantRequest(
-            request=number, grant="g", ref=ref, consumer=consumer, reads=reads, wait_s=600.0, after_tokens=0
-        )
-        world.feed(first.host, ev.PeerRequest(b"d", message, ""))
+    def request(number: int, *agents: str) -> None:
+        send(world, first, grant_request(ref, number, *agents, grant="g", wait_s=600.0, after_tokens=0))
 
-    request(1, [first_mover.agent, second_mover.agent])
+    request(1, first_mover.agent, second_mover.agent)
     assert node.published.table.by_grant
     second_mover.die()
     world.advance(1.0)
     *_, next_mover = first.host.movers.values()
     next_mover.mute = True
     while node.published.table.by_grant:
-        request(2, [first_mover.agent, next_mover.agent])
+        request(2, first_mover.agent, next_mover.agent)
         world.advance(1.0)
     assert len(node.waiting) == 1
     world.advance(world.settings.polling_linger_s + 0.1)
@@ -204,10 +182,10 @@ def test_a_release_refuses_those_that_wait_for_the_transfer(waiting: tuple[World
     second = world.register(source.host, spec_of("prefill", tp=2, tp_rank=1))
     agents = [source.host.node.sessions[worker.session].rank.agent for worker in (source, second)]
     ref = source.publish("unready", IDS, TOKENS)
-    send_request(world, source, ref, 50, agents[0])
+    send(world, source, grant_request(ref, 50, agents[0]))
     world.network.clear()
     source.say(wk.Unpublish(transfer_id=ref.transfer_id))
-    (refused,) = [m for e in world.network if isinstance(m := decoded(e.payload), PeerRefused)]
+    (refused,) = [m for e in world.network if isinstance(m := PEER_MESSAGES.decode(e.payload), PeerRefused)]
     assert (refused.request, refused.code) == (50, Code.RELEASED)
     assert refused.message == (
         "cannot grant transfer unready: it was released (unpublished); its blocks may hold others"
