@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvxferd.explain.analysis import explain_pair
@@ -110,23 +111,13 @@ def test_a_narrower_window_at_prefill_is_noted() -> None:
     prefill, decode = described("gpt-oss"), described("gpt-oss")
     for engine, window in ((prefill, 64), (decode, 128)):
         for rank, (spec, layout) in dict(engine.ranks).items():
-            groups = tuple(_with_window(group, window) for group in layout.groups)
-            engine.ranks[rank] = (spec, _with(layout, groups=groups))  # type: ignore[index]
+            groups = tuple(
+                msgspec.structs.replace(group, sliding_window=window) if group.sliding_window else group
+                for group in layout.groups
+            )
+            engine.ranks[rank] = (spec, msgspec.structs.replace(layout, groups=groups))  # type: ignore[index]
     notes = explain_pair(prefill, decode).notes
     assert any("prefill keeps the last 64 only" in note and "tokens-not-published" in note for note in notes)
-
-
-def _with(struct: object, **fields: object) -> object:
-    import msgspec
-
-    return msgspec.structs.replace(struct, **fields)
-
-
-def _with_window(group: object, window: int) -> object:
-    return _with(group, sliding_window=window) if getattr(group, "sliding_window", None) else group
-
-
-# --- numbers and units as text
 
 
 @pytest.mark.parametrize(

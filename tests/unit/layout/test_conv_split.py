@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.ids import GroupName, Rank, RegionId
+from kvxferd.ids import GroupName
 from kvxferd.layout import (
     ConvPart,
     Group,
@@ -17,7 +17,6 @@ from kvxferd.layout import (
     pack_ids,
 )
 from kvxferd.layout.presets import MODELS, LayerKind, ModelFacts, StateComponent, deploy
-from kvxferd.plan import make_plan
 from kvxferd.plan.plan import block_geometry
 from kvxferd.plan.token_segments import kernel_blocks
 from tests.support.attention_engines import plan_between
@@ -25,17 +24,17 @@ from tests.support.attention_engines import plan_between
 NEMOTRON = MODELS["nemotron-h-8b"]
 
 
-def split(*columns: int, rows: int = 3, is_dim_first: bool = True) -> MambaConvSplitInfo:
-    """Return parts of so many columns, of 2 bytes an item."""
+def split(*columns: int) -> MambaConvSplitInfo:
+    """Return parts of so many columns, of 3 rows of items of 2 bytes, column by column."""
     parts = tuple(ConvPart(f"part{n}", (UnitRange(0, size),)) for n, size in enumerate(columns))
-    return MambaConvSplitInfo(parts, rows, 2, is_dim_first)
+    return MambaConvSplitInfo(parts, 3, 2, is_dim_first=True)
 
 
 def moved(tp: int, rank: int, remote_tp: int, source: int) -> dict[str, tuple[int, int, int]]:
     """Return (local offset, remote offset, bytes) of layer 0's states, from the plan."""
     sink = deploy(NEMOTRON, tp=tp, num_blocks=1)
     remote = deploy(NEMOTRON, tp=remote_tp, num_blocks=1)
-    plan = make_plan(*sink[Rank(0, rank)], remote[Rank(0, 0)][0], {r: h[1] for r, h in remote.items()})
+    plan = plan_between(sink, remote, (0, rank))
     return {
         piece.component: (piece.local_offset, piece.remote_offset, strip.num_units * strip.local.unit)
         for lane in plan.group_reads
@@ -111,18 +110,6 @@ def test_shapes_that_do_not_split(columns: int, ssm_shape: tuple[int, ...]) -> N
     assert derive_mamba_conv_split(2048, (32, 64, 128)) == (2048, 0)
     with pytest.raises(ValueError, match=f"{columns} convolution columns"):
         derive_mamba_conv_split(columns, ssm_shape)
-
-
-def test_row_by_row_the_parts_lie_beside_each_other() -> None:
-    """SD: a row runs through all parts, so a unit is a chunk of each row."""
-    by_rows = split(20, 10, 10, is_dim_first=False)
-    assert by_rows.local_conv_offsets == [(0, 40), (40, 20), (60, 20)]
-    tensors = list(by_rows.tensors(0, GroupName("state"), RegionId("kv"), 1000, 4096, "bfloat16"))
-    assert [(t.offset, t.unit_stride, t.chunk_bytes, t.num_chunks, t.chunk_stride) for t in tensors] == [
-        (1000, 2, 2, 3, 80),
-        (1040, 2, 2, 3, 80),
-        (1060, 2, 2, 3, 80),
-    ]
 
 
 @pytest.mark.parametrize(

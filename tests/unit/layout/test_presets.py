@@ -105,16 +105,6 @@ def test_groups_beyond_tp_are_replicated() -> None:
     assert held[15]["ssm"] == (UnitRange(120, 128),)
 
 
-def test_the_indexers_scales_lie_behind_its_keys_in_each_block() -> None:
-    """A page of 16 tokens: 16 x 128 bytes of keys, then 16 x 4 of scales."""
-    ((_, layout),) = deploy("deepseek-v3.2", block_tokens=16).values()
-    key, scale = (
-        next(t for t in layout.tensors if t.component == name) for name in ("indexer.k", "indexer.scale")
-    )
-    assert (key.block_stride, key.token_stride, key.chunk_bytes) == (16 * 132, 128, 128)
-    assert (scale.offset - key.offset, scale.block_stride, scale.token_stride) == (16 * 128, 16 * 132, 4)
-
-
 def test_another_dtype() -> None:
     """Keys and values change, states do not."""
     model = with_kv_dtype(find_model("nemotron-h-8b"), "float8_e4m3fn", 1)
@@ -137,12 +127,6 @@ def test_an_unknown_model_is_refused_with_the_names() -> None:
 def test_stages_have_the_layers_that_they_are_given(stages: tuple[int, ...], ends: list[int]) -> None:
     made = engine("tiny-dense", pp=len(stages), stages=stages)
     assert [layout.end_layer for _, layout in made.values()] == ends
-
-
-def test_groups_with_block_counts_of_their_own() -> None:
-    made = engine("tiny-sliding", num_blocks={"full": 9, "sliding": 3})
-    assert {g.name: g.num_blocks for g in made[Rank(0, 0)][1].groups} == {"full": 9, "sliding": 3}
-    assert engine("tiny-gdn", num_blocks={"full": 9, "state.0": 2}, shared_pages=False)
 
 
 @pytest.mark.parametrize(
