@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvxferd.config import SETTINGS, Config, TransferConfig, flag_name, load_config, loading
 from kvxferd.errors import Code, ConfigError
 
+KEYED = "curve_secret_key_file = '/k'\n"
 EXAMPLE = Path(__file__).parents[3] / "config" / "kvxferd.toml"
 
 
@@ -55,6 +56,12 @@ def test_a_value_given_as_text(key: str, text: str, want: object) -> None:
     assert load_config(None, {SETTINGS[key].variable: text}, {}) == by_flag
 
 
+@pytest.mark.parametrize("keys", ["any", f"{'ab' * 32}, {'cd' * 32}"])
+def test_with_a_key_of_its_own_a_daemon_admits_any_or_those_that_are_listed(keys: str) -> None:
+    flags = {"peer.curve_secret_key_file": "/k", "peer.curve_allowed_keys": keys}
+    assert load_config(None, {}, flags).peer.curve_allowed_keys == tuple(keys.split(", "))
+
+
 @pytest.mark.parametrize(
     ("toml", "names"),
     [
@@ -76,6 +83,8 @@ def test_a_value_given_as_text(key: str, text: str, want: object) -> None:
         ("[peer]\nbind = 'tcp://0.0.0.0:9441'", ["peer.bind", "peer.advertise"]),
         ("[peer]\nadvertise = 'tcp://*:9441'", ["peer.advertise"]),
         ("[peer]\nadvertise = 'tcp://node-7:0'", ["peer.advertise"]),
+        (f"[peer]\n{KEYED}curve_allowed_keys = ['any', '{'ab' * 32}']", ["stands alone"]),
+        (f"[peer]\n{KEYED}curve_allowed_keys = ['any']\ncurve_allowed_keys_file = '/l'", ["leave out one"]),
         ("[http]\nbind = '9440'", ["http.bind", "host:port"]),
         ("[mover]\nlibrary = 'ucx'", ["mover.library", "auto, nixl or rixl"]),
         ("[mover]\nenvironment = {UCX_TLS = 1}", ["mover.environment"]),

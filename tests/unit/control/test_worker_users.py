@@ -40,7 +40,7 @@ IMPORTS = (
 )
 
 
-async def knock(path: str, uid: int, gid: int, patience_s: float = 0.3) -> str:
+async def knock(path: str, uid: int, gid: int, patience_s: float) -> str:
     process = await asyncio.create_subprocess_exec(
         *script(KNOCK, uid, gid, IMPORTS), path, str(patience_s), stdout=asyncio.subprocess.PIPE
     )
@@ -66,7 +66,8 @@ async def knock(path: str, uid: int, gid: int, patience_s: float = 0.3) -> str:
 async def test_users_and_groups(config, uid, gid, answer):
     async with listening(**config) as found:
         path, received = found.path, found.received
-        assert await knock(path, uid, gid) == answer
+        patience_s = 0.3 if answer == "welcome" else 20.0  # who is refused is told, however late
+        assert await knock(path, uid, gid, patience_s) == answer
         opened = [received.get_nowait() for _ in range(received.qsize())]
         assert [e.uid for e in opened if isinstance(e, ev.WorkerConnected)] == (
             [uid] if answer == "welcome" else []

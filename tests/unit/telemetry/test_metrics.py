@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvxferd
 from kvxferd.core.limits.ledger import check_count
 from kvxferd.core.limits.table import BUSY_LIMITS
 from kvxferd.errors import BusyError, Code
+from kvxferd.ids import Endpoint, EngineId
 from kvxferd.records import PHASES, RELEASE_REASONS, NodeSnapshot, ServedRecord
+from kvxferd.telemetry.bounded_labels import (
+    IDLE_S,
+    MAX_LABEL_CHARS,
+    MAX_NAMES,
+    OTHER,
+    BoundedLabels,
+    clean_label,
+)
 from kvxferd.telemetry.gauges import engine_state, transport_class
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.mover_usage import MOVER_STATES, MoverExit, MoverReading
@@ -78,20 +92,21 @@ def test_what_is_true_now_is_read_at_the_scrape() -> None:
     assert samples_of(metrics, node_snapshot(draining=True))["kvxferd_draining"] == 1
 
 
-@pytest.mark.parametrize(
-    ("lanes", "wanted"),
-    [
-        ("tcp", "tcp"),
-        ("cma", "copy"),
-        ("xpmem", "copy"),
-        ("rc_mlx5/mlx5_0:1, rc_mlx5/mlx5_1:1", "rdma"),
-        ("cma, rc_mlx5/mlx5_0:1", "rdma"),
-        ("cma, cuda_ipc/cuda", "gpu"),
-        ("new_thing/x", "other"),
-    ],
-)
-def test_transports_are_of_few_classes(lanes: str, wanted: str) -> None:
-    assert transport_class(lanes) == wanted
+def test_transports_and_engines_are_of_few_classes() -> None:
+    classes = {
+        "tcp": "tcp",
+        "cma": "copy",
+        "xpmem": "copy",
+        "rc_mlx5/mlx5_0:1, rc_mlx5/mlx5_1:1": "rdma",
+        "cma, rc_mlx5/mlx5_0:1": "rdma",
+        "cma, cuda_ipc/cuda": "gpu",
+        "new_thing/x": "other",
+    }
+    assert {lanes: transport_class(lanes) for lanes in classes} == classes
+    whole, lacking = node_snapshot().engines
+    put_together_elsewhere = msgspec.structs.replace(lacking, lacking=())
+    states = [engine_state(engine) for engine in (whole, lacking, put_together_elsewhere)]
+    assert states == ["readable", "incomplete", "member"]
 
 
 def test_series_that_a_rate_needs_are_there_before_the_first() -> None:
@@ -178,10 +193,85 @@ def test_what_other_parts_count_is_read_at_the_scrape() -> None:
     assert (got["kvxferd_movers{state=ready}"], got["kvxferd_mover_exits_total{cause=died}"]) == (2, 3)
 
 
-def test_an_engine_that_its_home_puts_together_is_a_member() -> None:
-    whole, lacking = node_snapshot().engines
-    assert [engine_state(engine) for engine in (whole, lacking)] == ["readable", "incomplete"]
-    assert engine_state(msgspec.structs.replace(lacking, lacking=())) == "member"
+# --- series of engines and peers are few and clean
+
+
+@given(st.text(max_size=300))
+def test_a_label_is_short_and_of_few_characters(text: str) -> None:
+    label = clean_label(text)
+    assert re.fullmatch(r"[A-Za-z0-9._:/\[\]-]+", label)
+    assert len(label) <= MAX_LABEL_CHARS
+
+
+def bounded(clock: Callable[[], float]) -> tuple[BoundedLabels, list[tuple[str, ...]]]:
+    """Labels on a test's clock, and those that have series now."""
+    there: list[tuple[str, ...]] = []
+    return BoundedLabels(there.append, there.remove, clock), there
+
+
+@given(st.lists(st.tuples(st.integers(0, 150), st.floats(0, 300)), max_size=400))
+def test_what_has_series_is_what_is_used_and_bounded(uses: list[tuple[int, float]]) -> None:
+    now = 0.0
+    labels, there = bounded(lambda: now)
+    for number, elapsed_s in uses:
+        now += elapsed_s
+        assert labels.of(f"engine-{number}") in there
+        assert set(labels.used_at) == set(there) - {(OTHER,)}
+        assert len(there) == len(set(there)) <= MAX_NAMES + 1
+
+
+def test_a_place_that_is_idle_goes_to_a_newcomer_and_one_in_use_does_not() -> None:
+    now = 0.0
+    labels, there = bounded(lambda: now)
+    for number in range(MAX_NAMES):
+        labels.of(f"engine-{number}")
+    assert labels.of("late") == (OTHER,)
+    now = IDLE_S + 1
+    labels.of("engine-1")
+    assert labels.of("later") == ("later",)
+    assert ("engine-1",) in there
+    assert ("engine-0",) not in there
+
+
+def test_names_that_are_invented_take_no_place_of_a_name_in_use_and_make_few_series() -> None:
+    now = 0.0
+    labels, there = bounded(lambda: now)
+    invented = (f"engine-{number}" for number in itertools.count())
+    honest = [f"honest-{number}" for number in range(4)]
+    seen = set[tuple[str, ...]]()
+    for second in range(0, int(IDLE_S), 4):
+        now = float(second)
+        for name in (*honest, *(next(invented) for _ in range(40))):
+            labels.of(name)
+        seen |= set(there)
+    assert all((name,) in there for name in honest)
+    assert len(seen) == MAX_NAMES + 1  # of 6,000 names
+
+
+def test_pulls_and_acknowledgements_are_counted_by_pair_and_by_peer() -> None:
+    metrics = Metrics(by_engine=True, by_peer=True)
+    evil = msgspec.structs.replace(pull_record(), source=EngineId('a"}\n1 <b>\x1b[31m'))
+    metrics.record(evil)
+    metrics.record(msgspec.structs.replace(evil, outcome="failed", code=Code.DEADLINE))
+    served = ServedRecord(
+        source=EngineId("p"), sink=EngineId("d"), peer=Endpoint("tcp://10.0.0.9:1"), bytes=7
+    )
+    metrics.record_served(served)
+    text = metrics.render(node_snapshot()).decode()
+    assert (
+        'kvxferd_engine_pulls_total{outcome="delivered",sink="decode-0",source="a___1__b__[31m"} 1.0' in text
+    )
+    assert 'kvxferd_engine_pulls_total{outcome="failed",sink="decode-0",source="a___1__b__[31m"} 1.0' in text
+    assert 'kvxferd_engine_pulled_bytes_total{sink="decode-0",source="a___1__b__[31m"} 1.048576e+06' in text
+    assert 'kvxferd_engine_served_bytes_total{sink="d",source="p"} 7.0' in text
+    assert 'kvxferd_peer_served_pulls_total{peer="10.0.0.9:1"} 1.0' in text
+    for number in range(2 * MAX_NAMES):
+        metrics.record(
+            msgspec.structs.replace(evil, source=EngineId(f"{number}"), peer=Endpoint(f"tcp://{number}"))
+        )
+    text = metrics.render(node_snapshot()).decode()
+    for name in ("engine_pulled_bytes_total", "peer_pulled_bytes_total"):
+        assert text.count(f"\nkvxferd_{name}{{") == MAX_NAMES + 1
 
 
 # --- every refusal as `busy` is counted, also those that raise no BusyError
