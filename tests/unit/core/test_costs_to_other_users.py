@@ -15,31 +15,43 @@ from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.context import MAX_TURN_BYTES
 from kvxferd.core.source.grants import MAX_PAGE_BYTES
-from kvxferd.ids import Rank
+from kvxferd.errors import Code, ProtocolError
+from kvxferd.ids import Incarnation, Rank
 from kvxferd.layout import BlocksByGroup, PackedBlocks, pack_ids
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from kvxferd.wire.codec import encode
+from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import BlockIds, Message, TransferRef
 from kvxferd.wire.limits import (
     IDS_PART_BYTES,
+    MAX_DELIVERED_BY_MOVER,
+    MAX_GROUPS_PER_REQUEST,
     MAX_METADATA_BYTES,
     MAX_PEER_MESSAGE_BYTES,
+    MAX_RANKS,
+    MAX_REGIONS,
     MAX_REQUEST_IDS_BYTES,
+    MAX_SENTENCE_CHARS,
 )
 from kvxferd.wire.peer import Consumer, GrantRequest, ManifestRequest
-from tests.support.simulation import FIRST, SECOND, Host, Mover, Worker, World, mover_of, spec_of
+from tests.support.simulation import (
+    FIRST,
+    IDS,
+    SECOND,
+    SINK_IDS,
+    TOKENS,
+    Host,
+    Mover,
+    Worker,
+    World,
+    mover_of,
+    spec_of,
+)
 
 MIB = 1 << 20
 IDS_PER_MIB = MIB // 4
 MOST_IDS = MAX_REQUEST_IDS_BYTES // 4  # of one request
 TOO_MANY_IDS = MOST_IDS + IDS_PER_MIB
-
-
-def require(condition: bool, what: str) -> None:
-    """Fail a test that shows nothing, since what it counts has not happened."""
-    if not condition:
-        pytest.fail(f"the test shows nothing: {what}")
 
 
 def is_delivered(sink: Worker, *tickets: int) -> bool:
@@ -98,7 +110,7 @@ def test_requests_that_wait_for_a_long_list_are_not_all_granted_in_one_turn(worl
     sent = bytes_per_turn(monkeypatch, source.host)
     source.ready("t")
     world.advance(1.0)
-    require(is_delivered(sink, *tickets), "a pull was lost")
+    assert is_delivered(sink, *tickets), "a pull was lost"
     assert sum(sent) <= MIB
 
 
@@ -118,7 +130,7 @@ def test_replies_with_long_lists_are_made_in_several_turns(world, monkeypatch):
     sent = bytes_per_turn(monkeypatch, source.host)
     source.ready("t")
     world.advance(1.0)
-    require(sum(sent) >= num_requests * MAX_PAGE_BYTES, "a request has no reply")
+    assert sum(sent) >= num_requests * MAX_PAGE_BYTES, "a request has no reply"
     assert max(sent) <= MAX_TURN_BYTES + MAX_PAGE_BYTES + MIB
 
 
@@ -257,8 +269,8 @@ def test_the_pieces_of_a_pull_do_not_each_carry_the_whole_list(world, monkeypatc
     ticket = pull_last(sink, ref, num_ids, first, progressive=True)
     for start in range(first, num_ids):
         add_blocks(source, start, start + 1)
-    require(is_delivered(sink, ticket), "the pull was lost")
-    require(sink.pieces_read == list(range(first + 1, num_ids + 1)), "the pull had other pieces")
+    assert is_delivered(sink, ticket), "the pull was lost"
+    assert sink.pieces_read == list(range(first + 1, num_ids + 1)), "the pull had other pieces"
     assert sum(map(sum, sent)) <= 4 * num_ids
 
 
@@ -270,3 +282,58 @@ def test_a_manifest_is_encoded_once_however_often_it_is_requested(world, monkeyp
     for number in range(3):
         (effect,) = source.host.decide(ev.PeerRequest(b"d", msgspec.structs.replace(request, request=number)))
         assert all(isinstance(rank, msgspec.Raw) for rank in effect.message.ranks)
+
+
+class Counted(int):
+    """A ticket that counts how often it is compared."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.num_compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize("num_pulls", [1, 64])
+def test_noticed_costs_its_tickets_and_not_pulls_times_tickets(source, sink, num_pulls: int) -> None:
+    mover_of(sink).hold = True
+    tickets = [sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS) for n in range(num_pulls)]
+    Counted.num_compared = 0
+    strange = tuple(Counted(n) for n in range(10_000, 10_000 + MAX_DELIVERED_BY_MOVER - num_pulls))
+    sink.say(wk.DeliveredByMover(tickets=(*strange, *map(Counted, tickets))))  # type: ignore[arg-type]
+    assert Counted.num_compared <= 4 * MAX_DELIVERED_BY_MOVER
+    mover_of(sink).die()
+    assert all(isinstance(sink.ended(ticket), wk.TicketDelivered | None) for ticket in tickets)
+
+
+def test_more_tickets_than_there_can_be_pulls_end_the_session(sink: Worker) -> None:
+    sink.say(wk.DeliveredByMover(tickets=tuple(range(MAX_DELIVERED_BY_MOVER + 1))))  # type: ignore[arg-type]
+    assert [m.code for m in sink.received(wk.Farewell)] == [Code.BAD_FRAME]
+
+
+@pytest.mark.parametrize("kind", ["groups", "incarnations"])
+def test_a_list_longer_than_it_may_be_is_not_decoded(kind: str) -> None:
+    """A frame has room for 209,000 incarnations, which take 230 ms."""
+    named = ((Rank(0, 0), Incarnation("i")),) * (MAX_RANKS + 1 if kind == "incarnations" else 1)
+    names = range(MAX_GROUPS_PER_REQUEST + 1 if kind == "groups" else 1)
+    publish = wk.Publish(
+        transfer_id="t",
+        nonce="n",
+        blocks={f"g{n}": PackedBlocks(b"") for n in names},
+        num_tokens=1,
+        fence_slot=0,
+        incarnations=named,
+    )
+    with pytest.raises(ProtocolError, match="length <="):
+        CLIENT_MESSAGES.decode(encode(publish))
+
+
+def test_what_was_wrongly_exported_is_said_in_short(world: World, sink: Worker) -> None:
+    worker = world.connect(sink.host)
+    regions = tuple(wk.RegionExport(f"{number:0200}", 1) for number in range(MAX_REGIONS))
+    worker.say(wk.Register(1, sink.spec, sink.layout, regions, Incarnation("i")))
+    (refused,) = worker.received(wk.Refused)
+    assert refused.code is Code.REGION_INVALID
+    assert len(refused.message) <= MAX_SENTENCE_CHARS

@@ -67,17 +67,3 @@ def test_pulls_whose_peer_fails_end_in_turns(world: World, source: Worker, sink:
     assert max(counts) <= CALLS_PER_TICK
     assert all(isinstance(sink.ended(ticket), wk.TicketFailed) for ticket in tickets)
     assert node.peers._open_request_share.held == 0
-
-
-def test_a_node_is_behind_while_more_is_due_than_one_turn_runs(world):
-    context = world.host("p").node.context
-    context.pop_effects()
-    while context.is_behind:
-        context.run_due(CALLS_PER_TICK)
-    ran: list[int] = []
-    for number in range(CALLS_PER_TICK + 1):
-        context.after(("one of many", number), 0.0, lambda number=number: ran.append(number))
-    context.run_due(CALLS_PER_TICK)
-    assert (len(ran), context.is_behind) == (CALLS_PER_TICK, True)
-    context.run_due(CALLS_PER_TICK)
-    assert (len(ran), context.is_behind) == (CALLS_PER_TICK + 1, False)
