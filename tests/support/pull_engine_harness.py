@@ -38,12 +38,8 @@ from tests.support.memory_transport import Fabric, MemoryTransport
 from tests.support.mover_harness import packed
 
 WORD = bytes(range(16))
-
-
 BLOCKS = 512
 HEAD = 16  # bytes of one head of one token
-
-
 DIGEST = Digest("plan")
 
 
@@ -164,10 +160,8 @@ class Bench:
             spans = [memory.span, self.fence.span] if agent == self.agents[0] else [memory.span]
             self.engine.remote_agents.load(agent, transport.metadata(spans))
 
-    def start(
-        self, ids: Sequence[int], word: bytes = WORD, plan: Digest = DIGEST, word_offset: int = 0
-    ) -> PullId:
-        """Start a pull of these blocks into the same here. `word_offset`: of the fence word in its page."""
+    def start(self, ids: Sequence[int], word: bytes = WORD, plan: Digest = DIGEST) -> PullId:
+        """Start a pull of these blocks into the same here."""
         self._next += 1
         number = PullId(self._next)
         self.engine.start(
@@ -180,7 +174,7 @@ class Bench:
                 local=packed(ids),
                 remote=packed(ids),
                 num_tokens=4 * len(ids),
-                fence=FenceLocation(self.agents[0], self.fence.span.address + word_offset, word),
+                fence=FenceLocation(self.agents[0], self.fence.span.address, word),
             )
         )
         return number

@@ -17,16 +17,10 @@ class TwoToOne:
     """Two sources of TP 2, heads first, and a reader of TP 1, tokens first."""
 
     def __init__(self, sources: list[Served], reader: Sink) -> None:
-        self.sources = sources
-        self.reader = reader
+        self.sources, self.reader = sources, reader
         for seed, source in enumerate(sources):
             source.worker.fill(seed)
             source.page.write(0, WORD)
-
-    @classmethod
-    async def make(cls, there: Node, here: Node, make_worker: Make, **shape: int) -> TwoToOne:
-        sources = [await serve(there, make_worker("P", tp=2, tp_rank=rank, **shape)) for rank in (0, 1)]
-        return cls(sources, await sink(here, make_worker("D", layout="NHD", **shape), sources))
 
     def start(self, ours: list[int] | range, theirs: list[int] | range) -> int:
         return self.reader.start(self.sources, self.sources[0].place(0, WORD), ours, theirs)
@@ -48,6 +42,11 @@ class TwoToOne:
             source.close()
 
 
+async def two_to_one(there: Node, here: Node, make_worker: Make) -> TwoToOne:
+    sources = [await serve(there, make_worker("P", tp=2, tp_rank=rank, blocks=2048)) for rank in (0, 1)]
+    return TwoToOne(sources, await sink(here, make_worker("D", layout="NHD", blocks=2048), sources))
+
+
 @pytest.fixture
 def read_way() -> str:
     return "covering"
@@ -55,7 +54,7 @@ def read_way() -> str:
 
 async def test_every_byte_arrives_through_chunks(pair: tuple[Node, Node], make_worker: Make) -> None:
     there, here = pair
-    reading = await TwoToOne.make(there, here, make_worker, blocks=2048)
+    reading = await two_to_one(there, here, make_worker)
     order = np.random.default_rng(3).permutation(2048)
     ours, theirs = order[:1000].tolist(), order[::-1][:1000].tolist()
     assert (await reading.reader.outcome(reading.start(ours, theirs))).delivered  # and memory is granted
@@ -68,7 +67,7 @@ async def test_every_byte_arrives_through_chunks(pair: tuple[Node, Node], make_w
 
 async def test_auto_covers_what_is_scattered_and_not_what_is_long(pools: Pools, make_worker: Make) -> None:
     there, here = await pools.node("there"), await pools.node("here", "cma", "auto")
-    reading = await TwoToOne.make(there, here, make_worker, blocks=2048)
+    reading = await two_to_one(there, here, make_worker)
     assert (await reading.reader.outcome(reading.start(range(500), range(500)))).delivered
     outcome = await reading.reader.outcome(reading.start(range(500), range(500)))
     assert outcome.covered_bytes == outcome.bytes

@@ -6,8 +6,8 @@ import dataclasses
 import os
 import select
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from io import FileIO
 from typing import Any
 
@@ -52,30 +52,30 @@ async def test_of_what_failed_the_daemon_speaks(node: Node, connect: Connect) ->
         reader.worker.deliveries.recv(MAX_DELIVERY_BYTES)
 
 
-async def test_a_full_socket_leaves_it_to_the_daemon(node: Node, connect: Connect) -> None:
-    source, reader = await connect(node, node)
-    with suppress(BlockingIOError):
-        while True:
-            reader.worker.mover_end.send(b"x")
-    outcome = await reader.read(source, [1], [3])
-    assert outcome.delivered
-    assert not outcome.sent_to_worker
+@contextmanager
+def full_socket() -> Iterator[socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    with ours, theirs:
+        with suppress(BlockingIOError):
+            while True:
+                theirs.send(b"x")
+        yield theirs
 
 
 @pytest.mark.parametrize(
     "make",
-    [select.epoll, lambda: FileIO(os.open("/dev/null", os.O_PATH))],
-    ids=["epoll", "a path"],
+    [full_socket, select.epoll, lambda: FileIO(os.open("/dev/null", os.O_PATH))],
+    ids=["a full socket", "epoll", "a path"],
 )
 async def test_what_takes_no_packet_leaves_it_to_the_daemon(
-    node: Node, make_worker: Make, make: Callable[[], Any]
+    node: Node, make_worker: Make, make: Callable[[], AbstractContextManager[Any]]
 ) -> None:
     source = await serve(node, make_worker("P"))
+    source.page.write(0, WORD)
     rank = make_worker("D")
     with make() as other:
         reader = await sink(node, dataclasses.replace(rank, mover_end=other), [source])
-    source.page.write(7, WORD)
-    outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
+        outcome = await reader.read(source, [1], [3])
     assert outcome.delivered
     assert not outcome.sent_to_worker
     source.close()

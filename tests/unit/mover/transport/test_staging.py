@@ -406,17 +406,9 @@ def test_a_chunk_that_was_taken_back_is_not_delivered(world: World) -> None:
     world.settle()  # lent
     world.now += staging_source.CHUNK_LEASE_S + 1
     world.source.transport.progress()  # ended
+    assert world.free_slots() == [NUM_SLOTS]
     world.now -= staging_source.CHUNK_LEASE_S + 1
     assert world.failure_of(handle, "took a chunk back").settled
-
-
-def test_a_reader_that_never_gives_back_holds_a_slot_for_so_long(world: World) -> None:
-    world.post((0, 0, 2 * SLOT))
-    world.settle()
-    assert world.free_slots() == [NUM_SLOTS - 2]
-    world.now += staging_source.CHUNK_LEASE_S + 1
-    world.source.transport.progress()
-    assert world.free_slots() == [NUM_SLOTS]
 
 
 # --- notes from anybody

@@ -1,13 +1,21 @@
-"""Whoever goes, the others notice: workers, daemons, mover threads, and agents that do not go."""
+"""Resident movers: whoever goes, the others notice: workers, daemons, threads, and agents that do not go."""
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import socket
+import threading
 import time
 
 import pytest
 
+from kvxferd.errors import Code, MoverError
+from kvxferd.ids import AgentName
+from kvxferd.mover.transport.base import Transport
 from kvxferd.mover.ucx_settings import tls_with_cuda
+from kvxferd.resident.thread_mover import ThreadMover
 from kvxferd.tooling.child_process import ChildError
 from tests.support import faulty_transports
 from tests.support.nodes.fleet import Fleet
@@ -166,3 +174,38 @@ def test_closing_with_a_stuck_agent_says_that_the_memory_must_stay(fleet: Fleet)
     assert time.monotonic() - began < 5.0
     rank.run(faulty_transports.let_go)
     wait_until(lambda: not rank.may_be_touched(), "the agent gone")
+
+
+# --- a process that is forked from a worker holds copies of its mover's descriptors
+
+
+def readable(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(20_000))
+
+
+def test_a_movers_end_is_known_though_a_forked_process_holds_its_descriptors() -> None:
+    """Else its rank would never be suspended, and blocks in doubt stay so until that process ends."""
+    inherited: list[int] = []
+    may_end = threading.Event()
+
+    def make(agent: AgentName) -> Transport:
+        may_end.wait()
+        raise MoverError("no library", Code.NIXL_UNAVAILABLE)
+
+    mover = ThreadMover(AgentName("a"), (), make)
+    inherited += [os.dup(mover._socket.fileno()), os.dup(mover._quiesced_write_fd)]
+    daemon = socket.socket(fileno=os.dup(mover.daemon_end))
+    try:
+        may_end.set()
+        assert readable(mover.fileno())
+        assert readable(daemon.fileno())
+        while daemon.recv(4096):
+            assert readable(daemon.fileno())
+        assert mover.wait(0)
+    finally:
+        daemon.close()
+        for fd in inherited:
+            os.close(fd)
+        mover.close()
