@@ -24,7 +24,7 @@ def pack_blocks(
     Raises EngineError(blocks-invalid).
     """
     packed: BlocksByGroup = {}
-    if not isinstance(blocks, Mapping):
+    if not hasattr(blocks, "items"):
         raise EngineError(
             f"cannot {what}: blocks are a BlockList by the name of its group, not {blocks!r:.80}"
         )

@@ -44,8 +44,8 @@ class Settings:
 
     @property
     def gone_after_s(self) -> float:
-        """Who has sent nothing for so long is gone: it repeats what it waits for, and one may be lost."""
-        return self.silent_after_s + 2 * self.resend_s
+        """Who has sent nothing for so long is gone: what waits there is repeated, and answered each time."""
+        return self.silent_after_s + self.resend_s
 
     @property
     def member_silent_after_s(self) -> float:

@@ -26,7 +26,7 @@ LONG_DEADLINE_S = {Pace.QUICK: 3.0, Pace.SLOW: 3.0, Pace.LONG: 16.0}
 # From the last word of what is written to the end of a pull, by the pace of reads.
 READY_S = {Pace.QUICK: 8.0, Pace.SLOW: 12.0, Pace.LONG: 40.0}
 READY_KEPT_S = 8.0  # as long as a default lease of `tests.simulation.world`
-SILENT_S = 16.0  # `peer.silent_after_s`, two repetitions of a request, and two seconds
+SILENT_S = 14.0  # `peer.silent_after_s`, a repetition of a request, and two seconds
 REFUSED_S = 3.0  # `peer.restart_grace_s`, and two seconds
 LEASE_SLACK_S = 0.25  # between a publish and the daemon's clock of it
 

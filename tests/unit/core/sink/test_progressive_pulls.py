@@ -430,7 +430,7 @@ def test_a_source_that_dies_ends_the_pull_long_before_its_deadline(world, source
     world.advance(40)  # far longer than a peer may be silent
     assert sink.ended(ticket) is None
     del world.hosts["p"]
-    world.advance(world.settings.silent_after_s + 2 * world.settings.resend_s)
+    world.advance(world.settings.silent_after_s + world.settings.resend_s)
     failed = sink.ended(ticket)
     assert (failed.code, failed.safe_to_reuse) == (Code.PEER_UNREACHABLE, True)
     assert "tcp://p:9441" in failed.message

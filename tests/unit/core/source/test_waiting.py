@@ -145,9 +145,9 @@ def test_what_nobody_sends_again_waits_no_more(is_repeated: bool) -> None:
         world.advance(world.settings.resend_s)
         if not is_repeated:
             break
-    world.advance(world.settings.silent_after_s)
+    world.advance(world.settings.silent_after_s - 0.1)
     assert len(source.host.node.waiting) == 2
-    world.advance(world.settings.resend_s + 0.1)
+    world.advance(0.2)
     assert len(source.host.node.waiting) == 0
 
 
