@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import mmap
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pytest
@@ -23,113 +18,23 @@ from kvxferd.mover.transport.base import HOST, MemoryKind, MemoryRange, ReadKind
 from kvxferd.mover.transport.nixl import NixlTransport, import_library
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.plan import Runs
-from tests.support import nixl_agent_process
 from tests.support.memory_transport import Fabric, MemoryTransport
 from tests.support.mover_harness import DEADLINE_S, MARK, marked_processes
+from tests.support.transport_peer import ChildPeer, Peer
 
 PAGE = 1 << 16
 _NUMBERS = itertools.count()
 
 
-class Peer(Protocol):
-    """Somebody to read from."""
-
-    agent: AgentName
-
-    def allocate(self, size: int, device: int = 0) -> MemoryRange: ...
-    def describe(self, *spans: MemoryRange) -> bytes: ...
-    def write(self, span: MemoryRange, offset: int, content: bytes) -> None: ...
-    def tell(self, metadata: bytes, note: bytes) -> None: ...
-    def received(self) -> list[tuple[str, bytes]]: ...
-    def kill(self) -> None: ...
-
-
-class MemoryPeer:
-    def __init__(self, fabric: Fabric, agent: AgentName) -> None:
-        self.agent = agent
-        self._transport = MemoryTransport(fabric, agent)
-        self._pages: dict[MemoryRange, mmap.mmap] = {}
-
-    def allocate(self, size: int, device: int = 0) -> MemoryRange:
-        page = mmap.mmap(-1, size)
-        span = MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(page)), size, "DRAM", device)
-        self._pages[span] = page
-        self._transport.register(span)
-        return span
-
-    def describe(self, *spans: MemoryRange) -> bytes:
-        return self._transport.metadata(spans)
-
-    def write(self, span: MemoryRange, offset: int, content: bytes) -> None:
-        self._pages[span][offset : offset + len(content)] = content
-
-    def tell(self, metadata: bytes, note: bytes) -> None:
-        self._transport.notify(self._transport.load_remote(metadata), note)
-
-    def received(self) -> list[tuple[str, bytes]]:
-        return list(self._transport.receive_notifications())
-
-    def kill(self) -> None:
-        self._transport.close()
-
-
-class NixlPeer:
-    def __init__(self, agent: AgentName, environment: dict[str, str]) -> None:
-        self.agent = agent
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(nixl_agent_process.__file__)), agent],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "KVXFERD_TEST": MARK, **environment},
-        )
-        assert self._reply() == "ready"
-
-    def _reply(self) -> object:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def _send_request(self, **command: object) -> object:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return self._reply()
-
-    def allocate(self, size: int, device: int = 0) -> MemoryRange:
-        address = int(str(self._send_request(do="allocate", size=size, device=device)))
-        return MemoryRange(address, size, "DRAM", device)
-
-    def describe(self, *spans: MemoryRange) -> bytes:
-        return bytes.fromhex(str(self._send_request(do="describe", spans=spans)))
-
-    def write(self, span: MemoryRange, offset: int, content: bytes) -> None:
-        self._send_request(do="write", address=span.address, offset=offset, content=content.hex())
-
-    def tell(self, metadata: bytes, note: bytes) -> None:
-        self._send_request(do="tell", metadata=metadata.hex(), note=note.hex())
-
-    def received(self) -> list[tuple[str, bytes]]:
-        reply = self._send_request(do="heard")
-        assert isinstance(reply, list)
-        return [(agent, bytes.fromhex(note)) for agent, note in reply]
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for end in (self._process.stdin, self._process.stdout):
-            assert end is not None
-            end.close()
-
-
 class World:
     """A reader with memory of its own, and peers on demand."""
 
-    def __init__(self, transport: Transport, make_peer: Callable[[AgentName], Peer]) -> None:
+    def __init__(self, transport: Transport, make_peer: Callable[[AgentName], Peer | ChildPeer]) -> None:
         self.transport = transport
         self.proves = True  # a lost connection proves that nothing lands any more
         self._make_peer = make_peer
-        self._idle: list[Peer] = []
-        self._peers: list[Peer] = []
+        self._idle: list[Peer | ChildPeer] = []
+        self._peers: list[Peer | ChildPeer] = []
         self._page = mmap.mmap(-1, PAGE)
         self.span = MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(self._page)), PAGE)
         transport.register(self.span)
@@ -141,13 +46,13 @@ class World:
     def clear(self) -> None:
         self._page[:] = bytes(PAGE)
 
-    def peer(self) -> Peer:
+    def peer(self) -> Peer | ChildPeer:
         """Return a peer that nobody else uses; one of an earlier test, if it lives."""
         name = AgentName(f"peer/{os.getpid()}-{next(_NUMBERS)}")
         self._peers.append(self._idle.pop() if self._idle else self._make_peer(name))
         return self._peers[-1]
 
-    def kill(self, peer: Peer) -> None:
+    def kill(self, peer: Peer | ChildPeer) -> None:
         self._peers.remove(peer)
         peer.kill()
 
@@ -185,10 +90,13 @@ def nothing_left() -> None:
 
 
 @pytest.fixture(scope="module", params=["memory", "cma", "tcp", "tcp with parameters"])
-def built(request: pytest.FixtureRequest) -> Iterator[World]:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     if request.param == "memory":
         fabric = Fabric()
-        made = World(MemoryTransport(fabric, AgentName("reader")), lambda name: MemoryPeer(fabric, name))
+        made = World(
+            MemoryTransport(fabric, AgentName("reader")),
+            lambda name: Peer(MemoryTransport(fabric, name)),
+        )
         yield made
         made.end()
         return
@@ -204,7 +112,9 @@ def built(request: pytest.FixtureRequest) -> Iterator[World]:
     name = AgentName(f"reader/{request.param.replace(' ', '-')}-{os.getpid()}")
     transport = NixlTransport(import_library(), name, backend)
     patch.undo()
-    made = World(transport, lambda name: NixlPeer(name, environment))
+    logs = tmp_path_factory.mktemp("peers")
+    marked = {**os.environ, "KVXFERD_TEST": MARK, **environment}
+    made = World(transport, lambda name: ChildPeer(name, logs / f"{name.replace('/', '-')}.log", marked))
     # Which transports are there is known from the setting alone here; a mover asks its daemon for the others.
     made.proves = bool(environment) and not backend.parameters
     yield made

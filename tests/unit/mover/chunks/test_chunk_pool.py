@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from kvxferd.ids import RegionId
 from kvxferd.mover.chunks.chunk_pool import IDLE_S, RETRY_S, SLOW_S, ChunkState
 from kvxferd.mover.chunks.covering import CoverSlicer
-from kvxferd.mover.reads.pull_engine import MAX_INFLIGHT, STALLED_S
 from kvxferd.mover.transport.base import MemoryRange, TransportError
 from kvxferd.plan.covering import Stretches
 from kvxferd.plan.stretches import Copies, StretchForm
@@ -91,23 +90,6 @@ def test_later_pulls_do_not_wait_because_a_chunk_is_lost(
     assert outcome.delivered
     assert outcome.covered_bytes == outcome.bytes // 2 * num_covered
     check_arrived(bench, scattered(8))
-
-
-def test_any_number_of_pulls_from_a_stopped_source_leave_the_others_their_turn() -> None:
-    """Each has direct reads that do not end: together more than may be in flight."""
-    bench = Bench()
-    bench.fabric.stalled |= set(bench.agents)
-    for _ in range(MAX_INFLIGHT):
-        bench.start(scattered(100))
-    bench.run()
-    num_posts = len(bench.fabric.posts)
-    bench.start(range(4))
-    bench.run()
-    assert bench.engine.num_inflight == MAX_INFLIGHT
-    assert len(bench.fabric.posts) == num_posts
-    bench.now += 2 * STALLED_S
-    bench.run()
-    assert len(bench.fabric.posts) > num_posts
 
 
 @given(
