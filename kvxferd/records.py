@@ -282,7 +282,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_bytes: int  # of local memory, those blocks
     engines: tuple[EngineSnapshot, ...]
     peers: tuple[PeerSnapshot, ...]
-    transfers: tuple[TransferSnapshot, ...]  # the oldest, see `core.snapshot_builder`; the counts are of all
+    transfers: tuple[TransferSnapshot, ...]  # the oldest, see `core.views.node_view`; the counts are of all
     pulls: tuple[PullSnapshot, ...]
     transfer_states: dict[str, int] = {}
     published_bytes: int = 0  # of local ranks, in blocks that are published and not released

@@ -5,7 +5,7 @@ How a pull works. Names in backticks are messages, modules, methods, settings or
 1. The worker sends `Prepare` as soon as it has a reference, and `PullRequest` when it has blocks: a ticket,
    the reference, its own block ids, a deadline. `worker_requests` checks the limits, and starts the pull with
    the prepared grant or a new one. The pull is WAITING.
-2. `grant_client` sends `ManifestRequest` to the source's daemon, behind a hello where it is the first
+2. `grants` sends `ManifestRequest` to the source's daemon, behind a hello where it is the first
    message, unless it has the engine's manifest, and makes the plan from both layouts. Then it sends
    `GrantRequest` with the agents that will be read. The source's daemon sends `GrantReply`, with its block
    ids and the fence word, when the transfer is published and ready and those agents' movers poll. Otherwise

@@ -261,8 +261,9 @@ class PublishedTransfers:
     def schedule_lease_check(self, transfer: Transfer) -> None:
         """Look at the lease when it, or the first grant on it, ends. Called whenever that may be earlier.
 
-        Until all is written, grants keep nothing: each report of progress renews the lease, and without any
-        it ends for those who wait, too.
+        It begins with the publish, for `lease_s`, and runs anew with each report of progress and each grant
+        that is returned (`_renew_lease`). Until all is written, grants keep nothing, and it ends for those
+        who wait, too; afterwards it ends with the last grant on it (`Transfer.expires_at`).
         """
         when = transfer.next_expiry(self._context.now)
         self._context.timers.set(("lease", transfer.key), when, lambda: self._check_lease(transfer))
