@@ -1,4 +1,4 @@
-"""Daemons with few descriptors, with none left, without standard ones, and with a log that nobody reads."""
+"""Daemons with few descriptors, with none left, and without standard ones."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import resource
 import signal
 import socket
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import pytest
 
 from kvxferd.control.fd_budget import RESERVED_FDS
-from tests.support.nodes.daemon import UnreadLog
 from tests.support.nodes.fleet import Fleet
-from tests.support.nodes.processes import lives
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
@@ -83,24 +80,6 @@ def test_a_daemon_without_descriptors_ends_in_order(fleet: Fleet, signal_number:
     assert lines[-1]["event"] == "stopped"
     assert not [line for line in lines if line["level"] == "error"]
     assert "prefill" in (daemon.directory / "private" / "owners.json").read_text()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_it_serves_and_ends_although_nobody_reads_its_log(fleet: Fleet, tmp_path: Path, number: int) -> None:
-    daemon = UnreadLog(tmp_path / "node", {})
-    try:
-        daemon.wait_ready()
-        source, sink = fleet.pair(daemon)
-        for request in range(24):  # two lines and more each, five times what the pipe holds
-            pull_and_check([sink], publish([source], request), request)
-            source.await_event("Released")
-        movers = daemon.movers()
-        daemon.send_signal(number)
-        assert daemon.wait() == (0 if number == signal.SIGTERM else -number)
-        wait_until(lambda: not any(map(lives, movers)), "its movers gone")
-    finally:
-        daemon.kill()
-        os.close(daemon.reading)
 
 
 def test_closed_standard_descriptors_go_to_no_socket(fleet: Fleet) -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import kvxferd
-from kvxferd.cli.serve import serve
-from kvxferd.config import SETTINGS, flag_name
 from tests.support.python_process import run_kvxferd
 from tests.support.verb_harness import run
 
@@ -17,11 +12,6 @@ from tests.support.verb_harness import run
 @pytest.mark.process
 def test_version() -> None:
     assert run_kvxferd("--version").stdout == f"kvxferd, version {kvxferd.__version__}\n"
-
-
-def test_serve_has_a_flag_for_every_setting() -> None:
-    flags = {flag for param in serve.params for flag in param.opts}
-    assert {flag_name(key) for key in SETTINGS} <= flags
 
 
 @pytest.mark.process
@@ -62,25 +52,3 @@ async def test_a_mistyped_verb_or_option_is_an_error_with_a_hint(arguments: list
     assert result.exit_code == 2
     assert hint in result.stderr
     assert "\x1b" not in result.stderr
-
-
-# --- what the daemon's process is before it serves
-
-
-LOOK = """
-import gc
-from kvxferd.cli.serve import freeze_imports
-import kvxferd.daemon
-
-before = len(gc.get_objects())
-freeze_imports()
-print(before, len(gc.get_objects()))
-"""
-
-
-@pytest.mark.process
-def test_the_garbage_collector_does_not_look_at_what_was_imported():
-    said = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, check=True)
-    before, after = map(int, said.stdout.split())
-    assert before > 10_000
-    assert after < before / 20
