@@ -35,20 +35,6 @@ def test_while_the_prompt_is_computed(llama: Llama, new_prompt: NewPrompt) -> No
         llama.prefill.await_unanswered(0)
 
 
-def test_between_prefill_and_decode(llama: Llama, new_prompt: NewPrompt) -> None:
-    prefill(llama.prefill.url, new_prompt(400))  # and the client is gone: nobody asks the decode engine
-
-
-def test_while_the_cache_is_pulled(llama: Llama, new_prompt: NewPrompt) -> None:
-    prompt = new_prompt(600)
-    params = prefill(llama.prefill.url, prompt)
-    with stopped(llama.nodes.decode.movers()):
-        requested = Asked(llama.decode.url, prompt, 12, kv_transfer_params=params)
-        wait_until(lambda: llama.nodes.num_pulls() == 1, llama.nodes.what_moves)
-        requested.hang_up()
-        llama.decode.await_unanswered(0)
-
-
 def test_while_several_wait_for_their_caches_and_one_leaves(llama: Llama, new_prompt: NewPrompt) -> None:
     prompts = [new_prompt(300 + 10 * n) for n in range(4)]
     params = [prefill(llama.prefill.url, prompt) for prompt in prompts]
