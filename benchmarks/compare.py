@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +39,7 @@ DECODE: Role = "decode"
 NUM_BLOCKS = 4  # of a pull, 8 KiB each
 PULLS, PAUSE_S = 40, 0.002  # longer than a delay by the scheduler, shorter than the load of another tenant
 BUSY_PULLS, PULLS_PER_S, MAX_IN_FLIGHT = 500, 500, 32
+EXTENDED, EXTEND_PAUSE_S = 20, 0.005
 PUBLISHES, REGISTRATIONS, PEER_REQUESTS = 400, 6, 500
 IDLE_S, SCRAPES = 2.0, 5
 
@@ -238,6 +241,41 @@ def publishes(engines: Engines) -> Figures:
     return {"a publish and its release, us": (engines.processor_us(PREFILL) - before) / PUBLISHES}
 
 
+def extends(engines: Engines) -> Figures:
+    """Report a chunk of one block as ready, 5 ms apart, beside two processes that only send and receive."""
+    from kvxferd.client import BlockList
+
+    rank, called, num_chunks = engines.ranks[PREFILL].rank, [], EXTENDED * NUM_BLOCKS
+    listed = engines.ranks[PREFILL].block_lists(engines.requests[PREFILL])
+    ids = {group: list(blocks.ids) for group, blocks in listed.items()}
+    before = engines.processor_us(PREFILL)
+    for _ in range(EXTENDED):
+        name = secrets.token_hex(8)
+        ref = rank.publish(name, {}, engines.pair.num_tokens, ready_tokens=0)
+        for number in range(NUM_BLOCKS):
+            time.sleep(EXTEND_PAUSE_S)
+            tokens = engines.pair.num_tokens * (number + 1) // NUM_BLOCKS
+            began = time.thread_time()
+            rank.ready(name, tokens, {group: BlockList(ids=[of[number]]) for group, of in ids.items()})
+            called.append(1e6 * (time.thread_time() - began))
+        rank.unpublish(ref)
+    spent = engines.processor_us(PREFILL) - before
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        floor = []
+        for _ in range(num_chunks):
+            time.sleep(EXTEND_PAUSE_S)
+            began = time.thread_time()
+            ours.send(b"x" * 100)
+            floor.append(1e6 * (time.thread_time() - began))
+            theirs.recv(100)
+    return {
+        "ready() of a block, p50, us of processor": statistics.median(called),
+        "prefill daemon, with a publish for four, us": spent / num_chunks,
+        "a send alone, p50, us of processor": statistics.median(floor),
+    }
+
+
 def registrations(engines: Engines) -> Figures:
     """Register a rank of 80 layers."""
     from kvxferd.ids import Rank
@@ -267,6 +305,7 @@ CASES: dict[str, Callable[[Engines], Figures]] = {
     "pull": small_pulls,
     "busy": busy_pulls,
     "publish": publishes,
+    "extend": extends,
     "register": registrations,
     "peer": peer_requests,
 }
