@@ -106,11 +106,3 @@ def test_requests_are_given_back_once_all_ranks_have_them_released() -> None:
     assert rank.given_back == ["pages of b", "pages of a", "row of a"]
     rank.held.give_back()
     assert rank.asked == 3  # nothing is held: no rank waits for another
-
-
-def test_what_sglang_gives_back_twice_is_given_back_once() -> None:
-    rank = Rank([[True]])
-    rank.hold("a", "pages", "first", ["a"])
-    rank.hold("a", "pages", "second", ["a"])
-    rank.held.give_back()
-    assert rank.given_back == ["first"]

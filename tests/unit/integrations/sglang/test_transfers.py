@@ -77,6 +77,7 @@ def published(owner: RankTransfers, *, is_whole: bool = True) -> Publication:
     """A request whose reader has come, and whose pages are published."""
     owner.handle_reader(ROOM)
     publication = owner.open_publication(ROOM)
+    assert publication.state is State.WAITING, "a reader may come before the request"
     publication.send(PAGES, 32, None if is_whole else 16)
     return publication
 
@@ -108,11 +109,6 @@ class TestPrefill:
         ]
         emit(owner, released(Code.COMPLETED))
         assert (publication.state, publication.is_released) == (State.SUCCESS, True)
-
-    def test_a_reader_may_come_before_the_request(self) -> None:
-        owner = side()
-        owner.handle_reader(ROOM)
-        assert owner.open_publication(ROOM).state is State.WAITING
 
     @pytest.mark.parametrize("has_reader", [True, False])
     def test_aborted_before_it_is_published_it_fails_at_once(self, has_reader: bool) -> None:
@@ -225,17 +221,14 @@ class TestOtherRanksOfPrefill:
 
     def test_an_abort_is_the_first_ranks_to_conclude(self) -> None:
         owner = side(is_lead=False)
-        publication = owner.open_publication(ROOM)
+        publication, unsent = owner.open_publication(ROOM), owner.open_publication(8)
         publication.send(PAGES, 32, 16)
         publication.abort("Aborted")
         assert publication.state is State.SUCCESS
         emit(owner, released(Code.UNPUBLISHED))
         assert publication.state is State.FAILED
-
-    def test_aborted_before_anything_was_sent_it_fails_at_once(self) -> None:
-        publication = side(is_lead=False).open_publication(ROOM)
-        publication.abort("Aborted")
-        assert publication.state is State.FAILED
+        unsent.abort("Aborted")
+        assert unsent.state is State.FAILED, "nothing was sent: at once"
 
     def test_a_report_that_is_refused_fails_the_request_on_all_ranks(self) -> None:
         owner = side(is_lead=False)

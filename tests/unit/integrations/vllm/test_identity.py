@@ -14,6 +14,8 @@ import torch
 
 from kvxferd.errors import EngineError
 from kvxferd.integrations.vllm.identity import engine_spec, model_fingerprint, start_generation
+from kvxferd.layout import EngineSpec
+from tests.support import vllm_specs
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "rope_theta": 10000.0}
 
@@ -48,7 +50,9 @@ def checkpoint(folder: Path, *, seed: int = 0, **config: Any) -> Path:
 
 def vllm_config(path: Path | str, **more: Any) -> Any:
     """Return the attributes of a VllmConfig that are read."""
-    model = SimpleNamespace(
+    config = vllm_specs.vllm_config(num_layers=2)
+    config.kv_transfer_config.engine_id = "deployment_dp1"
+    vars(config.model_config).update(
         model=str(path),
         revision=None,
         architectures=["LlamaForCausalLM"],
@@ -57,18 +61,9 @@ def vllm_config(path: Path | str, **more: Any) -> Any:
         load_format="auto",
         hf_overrides={},
         hf_config=SimpleNamespace(to_dict=lambda: dict(CONFIG)),
-        use_mla=False,
-        is_attention_free=False,
-        get_total_num_hidden_layers=lambda: 2,
-        get_total_num_kv_heads=lambda: 8,
     )
-    vars(model).update(more)
-    return SimpleNamespace(
-        model_config=model,
-        speculative_config=None,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=2, tensor_parallel_size=4),
-        kv_transfer_config=SimpleNamespace(engine_id="deployment_dp1"),
-    )
+    vars(config.model_config).update(more)
+    return config
 
 
 @pytest.fixture
@@ -76,9 +71,16 @@ def model(tmp_path: Path) -> Path:
     return checkpoint(tmp_path / "model")
 
 
-def test_one_model_in_two_places(model: Path, tmp_path: Path) -> None:
-    shutil.copytree(model, tmp_path / "elsewhere")
-    assert model_fingerprint(vllm_config(model)) == model_fingerprint(vllm_config(tmp_path / "elsewhere"))
+def test_one_model_has_one_fingerprint(model: Path, tmp_path: Path) -> None:
+    """Wherever it lies, and whatever its configuration's file says of itself."""
+    found = model_fingerprint(vllm_config(model, quantization="awq_marlin"))
+    assert found.startswith("LlamaForCausalLM/bfloat16/awq/"), "an operator can compare it"
+    assert len(found) < 100
+    of_itself = {"transformers_version": "4.99", "_name_or_path": "/home/me", "dtype": "x"}
+    elsewhere = checkpoint(tmp_path / "elsewhere", **of_itself)
+    assert model_fingerprint(vllm_config(elsewhere, quantization="awq_marlin")) == found
+    one, same, other = (model_fingerprint(vllm_config(name)) for name in ("org/a", "org/a", "org/b"))
+    assert one == same != other, "without files the name decides"
 
 
 def test_a_name_is_looked_up_in_the_hubs_cache(
@@ -103,64 +105,37 @@ def test_weights_that_are_streamed_are_named_by_their_store(model: Path, tmp_pat
     assert here == there != model_fingerprint(vllm_config(homes[0], model_weights="s3://models/b"))
 
 
-def test_it_says_what_the_operator_can_compare(model: Path) -> None:
-    found = model_fingerprint(vllm_config(model, quantization="awq_marlin"))
-    assert found.startswith("LlamaForCausalLM/bfloat16/awq/")
-    assert len(found) < 100
-
-
 @pytest.mark.parametrize(
-    ("change", "more"),
+    ("change", "more", "retrained"),
     [
-        ({"seed": 1}, {}),  # fine-tuned: other weights in the same shapes
-        ({"rope_theta": 500000.0}, {}),
-        ({}, {"dtype": torch.float16}),
-        ({}, {"quantization": "fp8"}),
-        ({}, {"hf_overrides": {"rope_theta": 500000.0}}),
+        ({"seed": 1}, {}, None),  # fine-tuned: other weights in the same shapes
+        ({"rope_theta": 500000.0}, {}, None),
+        ({}, {"dtype": torch.float16}, None),
+        ({}, {"quantization": "fp8"}, None),
+        ({}, {"hf_overrides": {"rope_theta": 500000.0}}, None),
+        ({}, {"load_format": "dummy"}, None),  # weights that are not loaded do not count
+        ({}, {}, slice(-64 * 64 * 2 - 32, -64 * 64 * 2 + 32)),  # the middle of the last tensor
     ],
 )
 def test_another_model_has_another_fingerprint(
-    model: Path, tmp_path: Path, change: dict[str, Any], more: dict[str, Any]
+    model: Path, tmp_path: Path, change: dict[str, Any], more: dict[str, Any], retrained: slice | None
 ) -> None:
     other = checkpoint(tmp_path / "other", **change)
+    if retrained is not None:
+        file = other / "model-00002-of-00002.safetensors"
+        content = bytearray(file.read_bytes())
+        content[retrained] = bytes(64)
+        file.write_bytes(content)
     assert model_fingerprint(vllm_config(model)) != model_fingerprint(vllm_config(other, **more))
 
 
-def test_what_a_configurations_file_says_of_itself_does_not_count(model: Path, tmp_path: Path) -> None:
-    other = checkpoint(tmp_path / "other", transformers_version="4.99", _name_or_path="/home/me", dtype="x")
-    assert model_fingerprint(vllm_config(model)) == model_fingerprint(vllm_config(other))
-
-
-def test_one_weight_that_was_retrained_is_noticed(model: Path, tmp_path: Path) -> None:
-    other = checkpoint(tmp_path / "other")
-    file = other / "model-00002-of-00002.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-64 * 64 * 2 - 32 : -64 * 64 * 2 + 32] = bytes(64)  # the middle of the last tensor
-    file.write_bytes(content)
-    assert model_fingerprint(vllm_config(model)) != model_fingerprint(vllm_config(other))
-
-
-def test_without_files_the_name_decides() -> None:
-    one, same, other = (model_fingerprint(vllm_config(name)) for name in ("org/a", "org/a", "org/b"))
-    assert one == same != other
-
-
-def test_weights_that_are_not_loaded_do_not_count(model: Path, tmp_path: Path) -> None:
-    found = model_fingerprint(vllm_config(model, load_format="dummy"))
-    assert found != model_fingerprint(vllm_config(model))
-    assert found == model_fingerprint(vllm_config(model, load_format="dummy"))
+def spec_of(config: Any, *, tp_rank: int = 0, pp_rank: int = 0) -> EngineSpec:
+    place = {"tp_rank": tp_rank, "pp_rank": pp_rank, "generation": "g", "home": "tcp://home:1"}
+    return engine_spec(config, **place, fingerprint="f", publish_implies_ready=False)
 
 
 def test_the_place_of_a_rank(model: Path) -> None:
-    spec = engine_spec(
-        vllm_config(model),
-        tp_rank=3,
-        pp_rank=1,
-        generation="g",
-        home="tcp://home:1",
-        fingerprint="f",
-        publish_implies_ready=False,
-    )
+    spec = spec_of(vllm_config(model), tp_rank=3, pp_rank=1)
     assert (spec.engine_id, spec.generation, spec.home) == ("deployment_dp1", "g", "tcp://home:1")
     assert (spec.pp_size, spec.tp_size, spec.pp_rank, spec.tp_rank) == (2, 4, 1, 3)
     assert (spec.num_layers, spec.num_kv_heads, spec.fingerprint) == (2, 8, "f")
@@ -172,8 +147,7 @@ def test_a_draft_counts_behind_the_model(model: Path) -> None:
     draft = vllm_config("org/draft", get_total_num_hidden_layers=lambda: 1).model_config
     config.speculative_config = SimpleNamespace(draft_model_config=draft, method="eagle")
     assert "+eagle:LlamaForCausalLM/" in model_fingerprint(config)
-    place = {"tp_rank": 0, "pp_rank": 0, "generation": "g", "home": "", "fingerprint": "f"}
-    assert engine_spec(config, **place, publish_implies_ready=True).num_layers == 3
+    assert spec_of(config).num_layers == 3
 
 
 def test_a_start_has_the_generation_of_its_name() -> None:
@@ -191,5 +165,4 @@ def test_drafting_that_caches_nothing_changes_no_identity(model: Path, method: s
     plain = model_fingerprint(config)
     config.speculative_config = SimpleNamespace(draft_model_config=config.model_config, method=method)
     assert model_fingerprint(config) == plain
-    place = {"tp_rank": 0, "pp_rank": 0, "generation": "g", "home": "", "fingerprint": "f"}
-    assert engine_spec(config, **place, publish_implies_ready=True).num_layers == 2
+    assert spec_of(config).num_layers == 2

@@ -79,13 +79,10 @@ def test_every_order_of_axes_reads_every_other(sink_layout: str, source_layout: 
         (Deployment(block_tokens=16), Deployment(block_tokens=64)),
         (Deployment(block_tokens=48), Deployment(block_tokens=32, tp=2)),  # neither divides the other
         (Deployment(block_tokens=64, kernel_tokens=16), Deployment(block_tokens=32)),
-        (Deployment(block_tokens=32), Deployment(block_tokens=96, kernel_tokens=16, layout="LBNHC")),
-        (Deployment(tp=2, **VEC), Deployment(**VEC)),
         (Deployment(block_tokens=64, **VEC), Deployment(block_tokens=32, tp=4, **VEC)),
         (Deployment(block_tokens=96, kernel_tokens=32, **VEC), Deployment(block_tokens=64, **VEC)),
         (Deployment(**VEC), Deployment(layout="LBNHC", backend=FLASH)),  # a CPU reads a GPU's
         (Deployment(layout="BLHNC", tp=2), Deployment(block_tokens=64, backend=CPU, isa="vec16")),
-        (Deployment(tp=2, **AMX), Deployment(**AMX)),
         (Deployment(block_tokens=64, **AMX), Deployment(block_tokens=32, tp=2, pp=2, **AMX)),
     ],
     ids=repr,

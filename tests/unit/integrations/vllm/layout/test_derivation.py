@@ -85,22 +85,6 @@ class TestGroupsAndStages:
             ("1.sliding", 31),
         ]
 
-    @pytest.mark.parametrize("kernel_tokens", [2, 4])
-    def test_attention_and_a_state_share_an_allocation(self, kernel_tokens: int) -> None:
-        groups = CacheGroups(
-            (CacheGroup(0, CacheKind.FULL, TOKENS), CacheGroup(1, CacheKind.STATE, TOKENS)), 2
-        )
-        per_id = TOKENS // kernel_tokens
-        buffer = torch.zeros(BLOCKS * 4096, dtype=torch.int8)
-        attention = torch.as_strided(
-            buffer, (BLOCKS * per_id, 2, kernel_tokens, 32), (4096 // per_id, kernel_tokens * 32, 32, 1)
-        ).view(torch.bfloat16)
-        page = torch.as_strided(buffer, (BLOCKS, 1, 1, 1600), (4096, 1600, 1600, 1))
-        state = StateFacts("mamba1", ((16, 2), (16, 48)), (("bfloat16", 2), ("bfloat16", 2)), True)
-        layers = [LayerFacts("model.layers.2.mixer", 1, state), a_layer()]
-        caches = {name(1): attention, "model.layers.2.mixer": page}
-        assert valid(derive_layout(caches, layers, groups, WORKER))
-
     def test_layers_are_counted_over_all_stages(self) -> None:
         worker = WorkerFacts(2, 4, 4, 2, pp_size=2, pp_rank=1, num_blocks=BLOCKS)
         derived = valid(derive_layout({name(3): a_cache()}, [a_layer(3)], FULL, worker), worker)
@@ -169,28 +153,19 @@ def test_what_is_not_understood_is_refused_by_name(layer: LayerFacts, cache: tor
 
 
 @pytest.mark.parametrize(
-    ("caches", "why"),
+    ("layer", "caches", "why"),
     [
-        ({}, "vLLM registered no tensor for it"),
-        (
-            {name(1): a_cache(), name(2): a_cache()},
-            "no cache group has it, and its tensor is no other layer's",
-        ),
+        (a_layer(), [], "vLLM registered no tensor for it"),
+        (a_layer(), [name(1), name(2)], "no cache group has it, and its tensor is no other layer's"),
+        (dataclasses.replace(a_layer(), name="model.embed.attn"), ["model.embed.attn"], "no layer number"),
+        (a_layer(9), [name(9)], "layer 9 is none"),
     ],
 )
-def test_layers_and_tensors_must_correspond(caches: dict[str, torch.Tensor], why: str) -> None:
+def test_layers_and_tensors_must_correspond_by_names_that_tell_the_layer(
+    layer: LayerFacts, caches: list[str], why: str
+) -> None:
     with pytest.raises(LayoutError) as caught:
-        derive_layout(caches, [a_layer()], FULL, WORKER)
-    assert why in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("bad", "why"), [("model.embed.attn", "no layer number"), (name(9), "layer 9 is none")]
-)
-def test_a_name_must_tell_the_layer(bad: str, why: str) -> None:
-    layer = dataclasses.replace(a_layer(), name=bad)
-    with pytest.raises(LayoutError) as caught:
-        derive_layout({bad: a_cache()}, [layer], FULL, WORKER)
+        derive_layout({one: a_cache() for one in caches}, [layer], FULL, WORKER)
     assert why in caught.value.message
 
 
@@ -198,6 +173,8 @@ def test_a_name_must_tell_the_layer(bad: str, why: str) -> None:
     ("layer", "cache"),
     [
         (a_layer(backend="UnheardOfBackend"), a_cache()),
+        (a_layer(backend="UnheardOfBackend", isa="amx"), a_cache()),
+        (a_layer(backend="UnheardOfBackend", has_mx_scales=True), a_cache()),
         (a_layer(is_plugin_dtype=True), a_cache()),
         (a_layer(cache=LATENT), a_cache(1, 24)),  # a latent of a backend of keys and values
         (a_layer(cache=ODD_INDEXER, backend="DeepseekV4IndexerBackend"), a_cache(1, 100, torch.uint8)),
@@ -214,8 +191,10 @@ def test_what_a_block_holds_need_not_be_known(layer: LayerFacts, cache: torch.Te
     assert (page.component, page.units, page.granule_tokens) == ("page", (UnitRange(1, 2),), TOKENS)
     assert page.content_bytes == cache[0].numel() * cache.element_size()
     assert page.encoding.startswith(f"opaque: {layer.backend}, ")
+    kernels = " amx" if layer.isa else " mx scales" if layer.has_mx_scales else ""  # by what they were chosen
     assert page.encoding.endswith(
-        "blocks of 16 tokens, cache dtype auto, tp 2, vllm.backends.Some, NVIDIA H100 9.0, vllm 0.33.0"
+        "blocks of 16 tokens, cache dtype auto, tp 2, vllm.backends.Some, "
+        f"NVIDIA H100 9.0{kernels}, vllm 0.33.0"
     )
     assert derived.opaque_layers == {layer.backend: 1}
 
@@ -240,20 +219,6 @@ def test_an_opaque_page_is_all_bytes_of_a_block_in_the_order_that_it_names(layou
         assert torch.equal(found, expected.flatten())
 
 
-@pytest.mark.parametrize(
-    ("more", "found"),
-    [
-        ({}, "NVIDIA H100 9.0"),
-        ({"isa": "amx"}, "NVIDIA H100 9.0 amx"),
-        ({"has_mx_scales": True}, "NVIDIA H100 9.0 mx scales"),
-    ],
-)
-def test_an_opaque_page_tells_by_what_its_kernels_were_chosen(more: dict[str, object], found: str) -> None:
-    layer = a_layer(backend="UnheardOfBackend", **more)
-    derived = derive_layout({layer.name: a_cache()}, [layer], FULL, WORKER)
-    assert f", tp 1, vllm.backends.Some, {found}, vllm" in tensor_of(derived, "page").encoding
-
-
 @pytest.mark.parametrize("is_plugin_dtype", [False, True])
 def test_a_ring_is_opaque_where_a_plugin_alone_knows_its_rows(is_plugin_dtype: bool) -> None:
     layer = a_layer(cache=LATENT, backend="KpoolTailBackend", is_plugin_dtype=is_plugin_dtype)
@@ -267,29 +232,36 @@ def test_a_ring_is_opaque_where_a_plugin_alone_knows_its_rows(is_plugin_dtype: b
     assert derived.opaque_layers == ({"KpoolTailBackend": 1} if is_plugin_dtype else {})
 
 
+UNHEARD_OF = a_layer(backend="UnheardOfBackend")
+IN_PIECES = torch.zeros(BLOCKS, 2, TOKENS, 2, 16, dtype=torch.bfloat16)[:, :, :, 0]
+
+
 @pytest.mark.parametrize(
-    ("worker", "more", "why"),
+    ("layer", "cache", "worker", "why"),
     [
-        (dataclasses.replace(WORKER, device=""), {}, "the device that writes them has no name"),
-        (WORKER, {"cache_dtype": ""}, "the dtype of its cache has no name"),
-        (WORKER, {"implementation": ""}, "their backend has no class in vLLM or in an installed"),
-        (dataclasses.replace(WORKER, vllm_version=""), {}, "set opaque_cache_version"),
+        (UNHEARD_OF, a_cache(), {"device": ""}, "the device that writes them has no name"),
+        (UNHEARD_OF, a_cache(), {"vllm_version": ""}, "set opaque_cache_version"),
+        (
+            dataclasses.replace(UNHEARD_OF, cache_dtype=""),
+            a_cache(),
+            {},
+            "the dtype of its cache has no name",
+        ),
+        (
+            dataclasses.replace(UNHEARD_OF, implementation=""),
+            a_cache(),
+            {},
+            "their backend has no class in vLLM or in an installed",
+        ),
+        (UNHEARD_OF, IN_PIECES, {}, "a block of shape (2, 16, 16) lies in pieces of 32 bytes"),
     ],
 )
 def test_an_opaque_page_of_which_something_is_not_known_is_refused(
-    worker: WorkerFacts, more: dict[str, object], why: str
+    layer: LayerFacts, cache: torch.Tensor, worker: dict[str, str], why: str
 ) -> None:
-    layer = a_layer(backend="UnheardOfBackend", **more)
     with pytest.raises(LayoutError) as caught:
-        derive_layout({layer.name: a_cache()}, [layer], FULL, worker)
+        derive_layout({layer.name: cache}, [layer], FULL, dataclasses.replace(WORKER, **worker))
     assert why in caught.value.message
-
-
-def test_an_opaque_page_in_many_pieces_is_refused() -> None:
-    layer = a_layer(backend="UnheardOfBackend")
-    cache = torch.zeros(BLOCKS, 2, TOKENS, 2, 16, dtype=torch.bfloat16)[:, :, :, 0]
-    with pytest.raises(LayoutError, match=r"a block of shape \(2, 16, 16\) lies in pieces of 32 bytes"):
-        derive_layout({layer.name: cache}, [layer], FULL, WORKER)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from kvxferd.integrations.vllm.layout.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 
 FULL = CacheGroup(0, CacheKind.FULL, 16)
+SHARDED = CacheGroup(0, CacheKind.FULL, 16, shard_count=4)
 SLIDING = CacheGroup(0, CacheKind.SLIDING, 16, kept_tokens=31)  # a window of 32
 STATE = CacheGroup(0, CacheKind.STATE, 512)
 BY_POSITION = CacheGroup(0, CacheKind.STATE, 16, state_by_position=True)
@@ -22,36 +23,28 @@ def seen(group: CacheGroup, ids: list[int], num_tokens: int, computed: int = 0) 
 
 
 @pytest.mark.parametrize(
-    ("ids", "num_tokens", "computed", "first_token", "listed"),
+    ("group", "ids", "num_tokens", "computed", "first_token", "listed"),
     [
-        ([7, 8, 9], 48, 0, 0, [7, 8, 9]),
-        ([7, 8, 9], 33, 0, 0, [7, 8, 9]),  # the last block partly filled
-        ([7, 8, 9, 4], 48, 0, 0, [7, 8, 9]),  # a slot for the token that was generated
-        ([7, 8, 9], 48, 32, 32, [9]),  # two blocks cached
-        ([7, 8, 9], 40, 36, 32, [9]),  # a hit inside a block: the block is read whole
-        ([7, 8, 9], 32, 31, 16, [8]),
+        (FULL, [7, 8, 9], 48, 0, 0, [7, 8, 9]),
+        (FULL, [7, 8, 9], 33, 0, 0, [7, 8, 9]),  # the last block partly filled
+        (FULL, [7, 8, 9, 4], 48, 0, 0, [7, 8, 9]),  # a slot for the token that was generated
+        (FULL, [7, 8, 9], 48, 32, 32, [9]),  # two blocks cached
+        (FULL, [7, 8, 9], 40, 36, 32, [9]),  # a hit inside a block: the block is read whole
+        (FULL, [7, 8, 9], 32, 31, 16, [8]),
+        (SHARDED, [7, 8, 9], 150, 0, 0, [7, 8, 9]),  # an id stands for the tokens of all four shards
+        (SHARDED, [7, 8, 9], 150, 130, 128, [9]),
+        # A sliding window leaves out what nobody will look at
+        (SLIDING, [7, 8], 20, 0, 0, [7, 8]),  # shorter than the window
+        (SLIDING, [0, 0, 0, 0, 5, 6], 95, 0, 64, [5, 6]),  # tokens 64 on: the next one looks back at 31
+        (SLIDING, [0, 0, 0, 4, 5, 6], 94, 0, 48, [4, 5, 6]),  # and here at 63 on
+        (SLIDING, [1, 2, 3, 4, 5, 6], 95, 0, 64, [5, 6]),  # a sink with blocks for the whole sequence
+        (SLIDING, [0, 0, 0, 0, 5, 6], 95, 80, 80, [6]),  # part of the window is cached
     ],
 )
-def test_full_attention(
-    ids: list[int], num_tokens: int, computed: int, first_token: int, listed: list[int]
+def test_attention(
+    group: CacheGroup, ids: list[int], num_tokens: int, *, computed: int, first_token: int, listed: list[int]
 ) -> None:
-    assert seen(FULL, ids, num_tokens, computed) == (first_token, listed, -1)
-
-
-@pytest.mark.parametrize(
-    ("ids", "num_tokens", "computed", "first_token", "listed"),
-    [
-        ([7, 8], 20, 0, 0, [7, 8]),  # shorter than the window
-        ([0, 0, 0, 0, 5, 6], 95, 0, 64, [5, 6]),  # tokens 64 on: the next one looks back at 31
-        ([0, 0, 0, 4, 5, 6], 94, 0, 48, [4, 5, 6]),  # and here at 63 on
-        ([1, 2, 3, 4, 5, 6], 95, 0, 64, [5, 6]),  # a sink with blocks for the whole sequence
-        ([0, 0, 0, 0, 5, 6], 95, 80, 80, [6]),  # part of the window is cached
-    ],
-)
-def test_a_sliding_window_leaves_out_what_nobody_will_look_at(
-    ids: list[int], num_tokens: int, computed: int, first_token: int, listed: list[int]
-) -> None:
-    assert seen(SLIDING, ids, num_tokens, computed) == (first_token, listed, -1)
+    assert seen(group, ids, num_tokens, computed) == (first_token, listed, -1)
 
 
 @pytest.mark.parametrize(
@@ -90,33 +83,20 @@ def test_what_is_not_there_is_refused(group: CacheGroup, ids: list[int], num_tok
     assert why in caught.value.message
 
 
-def test_context_parallel_ids_stand_for_the_tokens_of_all_shards() -> None:
-    sharded = CacheGroup(0, CacheKind.FULL, 16, shard_count=4)
-    assert seen(sharded, [7, 8, 9], 150) == (0, [7, 8, 9], -1)
-    assert seen(sharded, [7, 8, 9], 150, 130) == (128, [9], -1)
-
-
-class TestSeveralGroups:
+def test_each_of_several_groups_has_its_own_list() -> None:
+    """By names of place and kind. Groups that take no part have lists in vLLM all the same."""
     groups = CacheGroups(
         (FULL, CacheGroup(2, CacheKind.SLIDING, 8, 7), CacheGroup(3, CacheKind.STATE, 512)), 4
     )
-
-    def test_names_say_place_and_kind(self) -> None:
-        assert self.groups.names == ("0.full", "2.sliding", "3.state")
-
-    def test_each_has_its_own_list(self) -> None:
-        clipped = self.groups.select_blocks([[5, 6], [99], [0, 2, 3], [4]], 20)
-        assert clipped["0.full"].first_token == 0
-        assert clipped["2.sliding"].first_token == 8
-        assert clipped["3.state"].state_at == 20
-
-    def test_groups_that_take_no_part_have_lists_all_the_same(self) -> None:
-        with pytest.raises(EngineError, match="3 block lists: the engine has 4 groups"):
-            self.groups.select_blocks([[5, 6], [0, 0, 3], [4]], 20)
-
-    def test_a_sink_that_has_everything_gets_nothing(self) -> None:
-        clipped = self.groups.select_blocks([[5, 6], [99], [0, 2, 3], [4]], 20, 20)
-        assert [len(memoryview(listed.ids)) for listed in clipped.values()] == [0, 0, 0]
+    clipped = groups.select_blocks([[5, 6], [99], [0, 2, 3], [4]], 20)
+    assert list(clipped) == ["0.full", "2.sliding", "3.state"]
+    assert clipped["0.full"].first_token == 0
+    assert clipped["2.sliding"].first_token == 8
+    assert clipped["3.state"].state_at == 20
+    has_everything = groups.select_blocks([[5, 6], [99], [0, 2, 3], [4]], 20, 20)
+    assert [len(memoryview(listed.ids)) for listed in has_everything.values()] == [0, 0, 0]
+    with pytest.raises(EngineError, match="3 block lists: the engine has 4 groups"):
+        groups.select_blocks([[5, 6], [0, 0, 3], [4]], 20)
 
 
 @pytest.mark.parametrize(

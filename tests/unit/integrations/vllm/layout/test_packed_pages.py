@@ -85,26 +85,6 @@ def test_one_line_tells_what_is_opaque_and_what_that_forbids() -> None:
     )
 
 
-def test_caches_of_one_layer_have_components_of_their_own() -> None:
-    (rank,) = PagedEngine(DEEPSEEK_V4, How(num_blocks=WIDE)).ranks.values()
-    assert [(t.layer, t.component, t.granule_tokens) for t in rank.derived.layout.tensors] == [
-        (0, "compressor", 1),
-        (0, "compressor.indexer.compressor.state_cache", 1),
-        (0, "indexer.k", 4),
-        (0, "indexer.scale", 4),
-        (0, "latent", 4),
-        (0, "latent.scale", 4),
-        (0, "window", 1),
-        (0, "window.scale", 1),
-        (1, "compressor", 1),
-        (1, "latent", 128),
-        (1, "latent.scale", 128),
-        (1, "window", 1),
-        (1, "window.scale", 1),
-    ]
-    assert rank.derived.opaque_layers == {}
-
-
 def with_facts(family: Family, name: str, **more: object) -> Family:
     """Return the family with other facts of the cache whose name ends so."""
     changed = [
@@ -152,12 +132,6 @@ PLAIN_V4 = dataclasses.replace(
             "NVIDIA H100 9.0, vllm 0.33.0' here and ",
         ),
         ((UNKNOWN, How()), (UNKNOWN, How(block_tokens=64)), "granule_tokens of layer 0's component 'page'"),
-        (
-            (UNKNOWN, How(is_packed=False)),
-            (UNKNOWN, How(block_tokens=64, kernel_blocks=2, is_packed=False)),
-            "blocks of 32 tokens, cache dtype auto, tp 1, "
-            "vllm.backends.UnheardOfBackend, NVIDIA H100 9.0, vllm 0.33.0' here and",
-        ),
         ((UNKNOWN, How()), (UNKNOWN, How(order="NH")), "HNC of 4 x 32 x 64 bytes"),
         (
             (UNKNOWN, How()),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvxferd.errors import LayoutError
-from kvxferd.integrations.vllm.layout.facts import AttentionFacts, CacheGroup, CacheKind
+from kvxferd.integrations.vllm.layout.facts import AttentionFacts, CacheGroup, CacheKind, LayerFacts
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.layout.specs import (
     device_name,
@@ -46,20 +46,21 @@ def kv_cache_config(*specs: Any, take_part: tuple[int, ...] | None = None) -> An
     return SimpleNamespace(num_blocks=100, kv_cache_groups=groups, transfer_group_ids=ids)
 
 
-def attention(one: Any, module: Any = None) -> AttentionFacts:
-    """Return the facts that are read of a spec."""
-    config = vllm_config({"model.layers.0.attn": module or Layer()})
-    (layer,) = read_layers(kv_cache_config(one), config, is_conv_dim_first=False, fp8_dtype="float8_e4m3fn")
-    assert isinstance(layer.cache, AttentionFacts)
-    return layer.cache
+def only_layer(one: Any, config: Any = None, *, is_conv_dim_first: bool = False, **more: Any) -> LayerFacts:
+    """Return what is read of the only layer of an engine."""
+    (layer,) = read_layers(
+        kv_cache_config(one),
+        config or vllm_config(),
+        is_conv_dim_first=is_conv_dim_first,
+        fp8_dtype="float8_e4m3fn",
+        **more,
+    )
+    return layer
 
 
 @pytest.mark.parametrize(
     ("one", "group"),
     [
-        (FULL, CacheGroup(0, CacheKind.FULL, 16)),
-        (MLA, CacheGroup(0, CacheKind.FULL, 16)),
-        (SLIDING, CacheGroup(0, CacheKind.SLIDING, 16, kept_tokens=1023)),
         (
             spec("SlidingWindowSpec", sliding_window=32, extra_retained_tokens=3, dcp_sharded=False),
             CacheGroup(0, CacheKind.SLIDING, 16, kept_tokens=34),
@@ -69,18 +70,14 @@ def attention(one: Any, module: Any = None) -> AttentionFacts:
             spec("SlidingWindowMLASpec", sliding_window=128, extra_retained_tokens=0, bounded_replay=True),
             CacheGroup(0, CacheKind.SLIDING, 16, kept_tokens=127, is_never_cached=True),
         ),
-        (spec("CircularBufferSpec", block_size=8), CacheGroup(0, CacheKind.STATE, 8)),
         (
             spec("MambaSpec", mamba_cache_mode="align", num_speculative_blocks=0),
             CacheGroup(0, CacheKind.STATE, 16, state_by_position=True),
         ),
-        (
-            spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": FULL, "b": spec("MLAAttentionSpec")}),
-            CacheGroup(0, CacheKind.FULL, 16),
-        ),
     ],
 )
 def test_groups(one: Any, group: CacheGroup) -> None:
+    """What models with presets have is compared with the presets: `test_presets.py`."""
     assert read_groups(kv_cache_config(one), vllm_config()) == (group,)
 
 
@@ -112,8 +109,6 @@ def test_a_drafts_lookahead_is_left_to_decode() -> None:
 @pytest.mark.parametrize(
     ("one", "module", "facts"),
     [
-        (FULL, Layer(), AttentionFacts(2, 64, 64, "bfloat16", 2)),
-        (MLA, Layer(), AttentionFacts(1, 576, 0, "bfloat16", 2)),
         (
             spec("FullAttentionSpec", dtype=torch.uint8, kv_quant_mode=QuantMode.FP8_PER_TENSOR),
             Layer("fp8"),
@@ -123,32 +118,6 @@ def test_a_drafts_lookahead_is_left_to_decode() -> None:
             spec("FullAttentionSpec", dtype=torch.uint8, kv_quant_mode=QuantMode.FP8_PER_TENSOR),
             Layer("fp8_e5m2"),
             AttentionFacts(2, 64, 64, "float8_e5m2", 1),
-        ),
-        (
-            spec(
-                "MLAAttentionSpec",
-                dtype=torch.uint8,
-                kv_quant_mode=QuantMode.FP8_PER_TENSOR,
-                cache_dtype_str="fp8_ds_mla",
-                state_content_bytes=656,
-            ),
-            Layer("fp8_ds_mla"),
-            AttentionFacts(1, 656, 0, "uint8", 1, encoding="fp8_ds_mla"),
-        ),
-        (
-            spec("MLAAttentionSpec", head_size=132, dtype=torch.uint8, cache_role="indexer"),
-            Layer(),
-            AttentionFacts(1, 132, 0, "uint8", 1),
-        ),
-        (
-            spec("MLAAttentionSpec", head_size=512, tokens_per_state=4, cache_dtype_str="auto"),
-            Layer(),
-            AttentionFacts(1, 512, 0, "bfloat16", 2, tokens_per_state=4),
-        ),
-        (
-            spec("CircularBufferSpec", block_size=8, head_size=128, head_size_v=0),
-            Layer(),
-            AttentionFacts(2, 128, 0, "bfloat16", 2),
         ),
         (
             spec(
@@ -168,7 +137,7 @@ def test_a_drafts_lookahead_is_left_to_decode() -> None:
     ],
 )
 def test_attention(one: Any, module: Any, facts: AttentionFacts) -> None:
-    assert attention(one, module) == facts
+    assert only_layer(one, vllm_config({"model.layers.0.attn": module})).cache == facts
 
 
 class ScaleFiller:
@@ -205,19 +174,12 @@ def test_the_first_scales_are_filled_before_anything_is_pulled() -> None:
 @pytest.mark.parametrize(("own", "found"), [("int8", "int8"), ("", "auto")])
 def test_a_layer_tells_the_dtype_of_its_cache_and_whether_a_plugin_has_it(own: str, found: str) -> None:
     config = vllm_config({"model.layers.0.attn": Layer(own)})
-    (layer,) = read_layers(
-        kv_cache_config(FULL),
-        config,
-        is_conv_dim_first=False,
-        fp8_dtype="x",
-        plugin_dtypes=frozenset({"int8"}),
-    )
+    layer = only_layer(FULL, config, plugin_dtypes=frozenset({"int8"}))
     assert (layer.cache_dtype, layer.is_plugin_dtype) == (found, own == "int8")
 
 
 def test_a_layer_tells_its_backend_and_its_instruction_set() -> None:
-    config = vllm_config({"model.layers.0.attn": Layer(isa="amx")})
-    (layer,) = read_layers(kv_cache_config(FULL), config, is_conv_dim_first=False, fp8_dtype="x")
+    layer = only_layer(FULL, vllm_config({"model.layers.0.attn": Layer(isa="amx")}))
     assert (layer.name, layer.group, layer.backend, layer.isa) == ("model.layers.0.attn", 0, "Backend", "amx")
 
 
@@ -225,8 +187,7 @@ def test_a_layer_tells_its_backend_and_its_instruction_set() -> None:
 def test_a_state(is_dim_first: bool, groups_called: str) -> None:
     config = vllm_config()
     config.model_config.hf_text_config = SimpleNamespace(**{groups_called: 3})
-    (layer,) = read_layers(kv_cache_config(MAMBA), config, is_conv_dim_first=is_dim_first, fp8_dtype="x")
-    state = layer.cache
+    state = only_layer(MAMBA, config, is_conv_dim_first=is_dim_first).cache
     assert not isinstance(state, AttentionFacts)
     assert (state.mixer, state.is_conv_dim_first, state.num_groups) == ("mamba2", is_dim_first, 3)
     assert state.dtypes == (("bfloat16", 2), ("float32", 4))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -172,33 +173,32 @@ def facts(mixer: str, *shapes: tuple[int, ...], num_groups: int | None = None) -
     return StateFacts(mixer, shapes, (("bfloat16", 2),) * len(shapes), True, num_groups=num_groups)
 
 
+def derived_of(state: StateFacts, *, page_bytes: int = 4096, **worker: Any) -> DerivedCaches:
+    """Return what is derived of one layer's states."""
+    page = torch.zeros(NUM_BLOCKS, 1, 1, page_bytes, dtype=torch.int8)
+    held = WorkerFacts(0, 2, 2, 0, num_blocks=NUM_BLOCKS, **worker)
+    groups = CacheGroups((CacheGroup(0, CacheKind.STATE, 512),), 1)
+    name = "model.layers.1.mixer"
+    layer = LayerFacts(name, 0, state, implementation="vllm.Some", cache_dtype="auto")
+    return derive_layout({name: page}, [layer], groups, held)
+
+
 @pytest.mark.parametrize(
-    ("state", "tp", "why"),
+    ("state", "tp", "page_bytes", "why"),
     [
-        (facts("mamba2", (57, 3), (8, 4, 6)), 1, "8 heads of 4 take 32, and 25 are no two equal parts"),
-        (facts("mamba2", (56, 3), (8, 4, 6)), 2, "how many groups the model has is not known"),
-        (facts("mamba2", (56, 3), (8, 4, 6), num_groups=3), 2, "2 of 3 are held"),
-        (facts("mamba1", (16, 3), (8, 4)), 1, "8 channels of state and 16 of convolution"),
+        (facts("mamba2", (57, 3), (8, 4, 6)), 1, 4096, "8 heads of 4 take 32, and 25 are no two equal parts"),
+        (facts("mamba2", (56, 3), (8, 4, 6)), 2, 4096, "how many groups the model has is not known"),
+        (facts("mamba2", (56, 3), (8, 4, 6), num_groups=3), 2, 4096, "2 of 3 are held"),
+        (facts("mamba1", (16, 3), (8, 4)), 1, 4096, "8 channels of state and 16 of convolution"),
+        (facts("mamba1", (16, 3), (16, 4)), 1, 100, "cannot hold its states of 224 bytes"),
     ],
 )
-def test_states_that_are_not_understood_are_refused_by_name(state: StateFacts, tp: int, why: str) -> None:
-    page = torch.zeros(NUM_BLOCKS, 1, 1, 4096, dtype=torch.int8)
-    worker = WorkerFacts(0, 2, 2, 0, tp_size=tp, num_blocks=NUM_BLOCKS)
-    groups = CacheGroups((CacheGroup(0, CacheKind.STATE, 512),), 1)
+def test_states_that_are_not_understood_are_refused_by_name(
+    state: StateFacts, tp: int, page_bytes: int, why: str
+) -> None:
     with pytest.raises(LayoutError, match=r"'model\.layers\.1\.mixer'") as caught:
-        derive_layout(
-            {"model.layers.1.mixer": page}, [LayerFacts("model.layers.1.mixer", 0, state)], groups, worker
-        )
+        derived_of(state, page_bytes=page_bytes, tp_size=tp)
     assert why in caught.value.message
-
-
-def test_a_page_that_is_too_small_is_refused() -> None:
-    page = torch.zeros(NUM_BLOCKS, 1, 1, 100, dtype=torch.int8)
-    worker = WorkerFacts(0, 2, 2, 0, num_blocks=NUM_BLOCKS)
-    groups = CacheGroups((CacheGroup(0, CacheKind.STATE, 512),), 1)
-    state = LayerFacts("model.layers.1.mixer", 0, facts("mamba1", (16, 3), (16, 4)))
-    with pytest.raises(LayoutError, match="cannot hold its states of 224 bytes"):
-        derive_layout({"model.layers.1.mixer": page}, [state], groups, worker)
 
 
 def test_unequal_rows_of_the_convolution_are_refused_by_the_plan() -> None:
@@ -219,12 +219,7 @@ def test_unequal_rows_of_the_convolution_are_refused_by_the_plan() -> None:
 )
 def test_states_of_a_mixer_that_is_not_known_are_opaque_pages(state: StateFacts) -> None:
     """Each of one rank alone, and named by everything that is known of it."""
-    page = torch.zeros(NUM_BLOCKS, 1, 1, 4096, dtype=torch.int8)
-    worker = WorkerFacts(0, 2, 2, 0, tp_size=4, tp_rank=3, num_blocks=NUM_BLOCKS, vllm_version="0.33.0")
-    worker = dataclasses.replace(worker, device="NVIDIA H100 9.0")
-    groups = CacheGroups((CacheGroup(0, CacheKind.STATE, 512),), 1)
-    layer = LayerFacts("model.layers.1.mixer", 0, state, implementation="vllm.Some", cache_dtype="auto")
-    derived = derive_layout({layer.name: page}, [layer], groups, worker)
+    derived = derived_of(state, tp_size=4, tp_rank=3, vllm_version="0.33.0", device="NVIDIA H100 9.0")
     assert derived.opaque_layers == {state.mixer: 1}
     start = 0
     for number, (tensor, shape) in enumerate(zip(derived.layout.tensors, state.shapes, strict=True)):

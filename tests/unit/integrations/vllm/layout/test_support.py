@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import re
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,57 +29,39 @@ from kvxferd.integrations.vllm.layout.states import state_tensors
 from kvxferd.integrations.vllm.layout.support import BlockContent, version_warning
 from kvxferd.layout import CacheTensor
 from kvxferd.layout.tensor_views import TensorView
+from tests.support import vllm_specs
 
-PAGE = Path(__file__).parents[5] / "docs" / "reference" / "vllm-support.md"
-DTYPE = SimpleNamespace(itemsize=2)
 QuantMode = enum.Enum("QuantMode", ["UNHEARD_OF", "NVFP4", *QUANT_MODES])
-FIELDS = {
-    "block_size": 16,
-    "dcp_sharded": False,
-    "sliding_window": 64,
-    "extra_retained_tokens": 0,
-    "num_speculative_blocks": 0,
-    "mamba_cache_mode": "none",
-    "num_kv_heads": 2,
-    "head_size": 64,
-    "head_size_v": 64,
-    "dtype": DTYPE,
-    "kv_quant_mode": QuantMode["NONE"],
-    "tokens_per_state": 1,
-    "num_head_slots": None,
-    "state_content_bytes": None,
-}
-NAMES_OF_CACHES = [*support.CACHES, "UnheardOfSpec"]
-NAMES_OF_BACKENDS = [*support.BACKENDS, "UnheardOfBackend"]
-ACCEPTED = [name for name, found in support.CACHES.items() if found.kind is not None]
 
 
 def spec(name: str, **more: Any) -> Any:
-    """Return a spec of a class of this name, with the fields of vLLM's."""
-    return type(name, (SimpleNamespace,), {})(**(FIELDS | more))
+    """Return a spec of a class of this name, with the fields of all of vLLM's."""
+    windows = {"sliding_window": 64, "extra_retained_tokens": 0}
+    states = {"num_speculative_blocks": 0, "mamba_cache_mode": "none"}
+    return vllm_specs.spec(name, **windows | states | {"kv_quant_mode": QuantMode["NONE"]} | more)
 
 
-def configs(one: Any, **more: Any) -> tuple[Any, Any]:
+def configs(one: Any, *, calculate_kv_scales: bool = False, **more: Any) -> tuple[Any, Any]:
     """Return the KVCacheConfig and the VllmConfig of an engine with one group of one layer."""
     group = SimpleNamespace(kv_cache_spec=one, layer_names=["model.layers.0.attn"])
     caches = SimpleNamespace(num_blocks=8, kv_cache_groups=[group], transfer_group_ids=(0,))
-    parallel = dict.fromkeys(support.PARALLEL_SIZES, 1) | more
-    return caches, SimpleNamespace(
-        parallel_config=SimpleNamespace(**parallel),
-        cache_config=SimpleNamespace(
-            cache_dtype="auto", calculate_kv_scales=more.get("calculate_kv_scales", False)
-        ),
-        compilation_config=SimpleNamespace(static_forward_context={}),
-    )
+    config = vllm_specs.vllm_config(**dict.fromkeys(support.PARALLEL_SIZES, 1) | more)
+    config.cache_config.calculate_kv_scales = calculate_kv_scales
+    return caches, config
 
 
-def is_accepted_as_cache(one: Any, **more: Any) -> bool:
-    """Whether the connector reads groups and layers of an engine with this spec."""
+def read(one: Any, **more: Any) -> None:
+    """Have the connector read groups and layers of an engine with this spec."""
     caches, config = configs(one, **more)
+    read_groups(caches, config)
+    if not type(one).__name__.startswith("Mamba"):
+        read_layers(caches, config, is_conv_dim_first=False, fp8_dtype="float8_e4m3fn")
+
+
+def is_accepted(one: Any, **more: Any) -> bool:
+    """Whether an engine with this spec is."""
     try:
-        read_groups(caches, config)
-        if not type(one).__name__.startswith("Mamba"):
-            read_layers(caches, config, is_conv_dim_first=False, fp8_dtype="float8_e4m3fn")
+        read(one, **more)
     except LayoutError:
         return False
     return True
@@ -94,33 +75,22 @@ def facts_of(one: Any) -> AttentionFacts:
     return layer.cache
 
 
-@pytest.mark.parametrize("name", NAMES_OF_CACHES)
+@pytest.mark.parametrize("name", [*support.CACHES, "UnheardOfSpec"])
 def test_caches(name: str) -> None:
+    """By themselves, and as the layers of a uniform group. What is refused is named with the reason."""
+    uniform = type(support.UNIFORM_SPEC, (), {})()
+    uniform.kv_cache_specs = {"model.layers.0.attn": spec(name)}
     found = support.CACHES.get(name)
-    assert is_accepted_as_cache(spec(name)) == (found is not None and found.kind is not None)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES_OF_CACHES if name not in ACCEPTED])
-def test_a_cache_that_is_refused_is_named_with_the_reason(name: str) -> None:
-    reason = support.CACHES[name].note if name in support.CACHES else "not known here"
-    with pytest.raises(LayoutError, match=f"{name} is .*{re.escape(reason)}"):
-        read_groups(*configs(spec(name)))
+    if found is not None and found.kind is not None:
+        read(spec(name))
+        read_groups(*configs(uniform))
+        return
+    reason = re.escape(found.note if found is not None else "not known here")
+    for one in (spec(name), uniform):
+        with pytest.raises(LayoutError, match=f"{name} is .*{reason}"):
+            read_groups(*configs(one))
     with pytest.raises(LayoutError, match=f"'model.layers.0.attn': a cache of {name} is"):
         read_layers(*configs(spec(name)), is_conv_dim_first=False, fp8_dtype="float8_e4m3fn")
-
-
-@pytest.mark.parametrize("name", NAMES_OF_CACHES)
-def test_a_uniform_group_is_accepted_where_its_layers_are(name: str) -> None:
-    one = type(support.UNIFORM_SPEC, (), {})()
-    one.kv_cache_specs = {"model.layers.0.attn": spec(name)}
-    found = support.CACHES.get(name)
-    try:
-        read_groups(*configs(one))
-    except LayoutError:
-        assert found is None or found.kind is None
-    else:
-        assert found is not None
-        assert found.kind is not None
 
 
 CONTENTS = {  # facts of each kind of block
@@ -137,7 +107,7 @@ ALIKE = (
 )
 
 
-@pytest.mark.parametrize("name", NAMES_OF_BACKENDS)
+@pytest.mark.parametrize("name", [*support.BACKENDS, *support.REFUSED_BACKENDS, "UnheardOfBackend"])
 def test_backends(name: str) -> None:
     described = {
         content
@@ -147,12 +117,6 @@ def test_backends(name: str) -> None:
     found = support.BACKENDS.get(name)
     assert (found in described) if found is not None else (described == set())
     assert not described or any(described <= alike for alike in ALIKE)
-
-
-@pytest.mark.parametrize("name", support.REFUSED_BACKENDS)
-def test_backends_that_are_refused(name: str) -> None:
-    assert support.REFUSED_BACKENDS[name] in (support.refusal_of_backend(name) or "")
-    assert name not in support.BACKENDS
 
 
 @pytest.mark.parametrize("mode", [mode.name for mode in QuantMode])
@@ -210,16 +174,14 @@ def test_mixers(mixer: str, more: int) -> None:
 
 @pytest.mark.parametrize("name", support.PARALLEL_SIZES)
 def test_parallel_sizes(name: str) -> None:
-    assert (
-        is_accepted_as_cache(spec("FullAttentionSpec"), **{name: 2})
-        == support.PARALLEL_SIZES[name].is_supported
-    )
+    is_supported = support.PARALLEL_SIZES[name].is_supported
+    assert is_accepted(spec("FullAttentionSpec"), **{name: 2}) == is_supported
 
 
 @pytest.mark.parametrize("found", [0, Fraction(1, 4)])
 def test_a_token_of_several_states_is_refused(found: object) -> None:
     (rule,) = support.SPEC_RULES
-    assert is_accepted_as_cache(spec("FullAttentionSpec", tokens_per_state=4))
+    assert is_accepted(spec("FullAttentionSpec", tokens_per_state=4))
     with pytest.raises(LayoutError) as caught:
         facts_of(spec("FullAttentionSpec", **{rule.field: found}))
     assert f"FullAttentionSpec: {rule.field} is {found}" in caught.value.message
@@ -229,8 +191,8 @@ def test_a_token_of_several_states_is_refused(found: object) -> None:
 @pytest.mark.parametrize(("mode", "is_refused"), [("NONE", False), ("FP8_PER_TENSOR", True), ("NVFP4", True)])
 def test_scales_that_are_calculated_at_run_time(mode: str, is_refused: bool) -> None:
     one = spec("FullAttentionSpec", kv_quant_mode=QuantMode[mode])
-    assert is_accepted_as_cache(one)
-    assert is_accepted_as_cache(one, calculate_kv_scales=True) != is_refused
+    assert is_accepted(one)
+    assert is_accepted(one, calculate_kv_scales=True) != is_refused
     assert len(support.QUANTISED_CACHE_RULES) == 1
 
 

@@ -41,10 +41,6 @@ def test_where_it_is_taken_from(headers: Any, params: dict[str, Any] | None, fou
     assert traceparent_of(request(headers, params)) == found
 
 
-def test_a_request_of_a_vllm_without_trace_headers() -> None:
-    assert traceparent_of(Request("r", 8, {"traceparent": PARAMS})) == PARAMS
-
-
 @pytest.mark.parametrize(("headers", "of_pull"), [({"traceparent": HEADER}, HEADER), (None, PUBLISHED)])
 def test_a_pull_belongs_to_its_own_engines_request(headers: Any, of_pull: str) -> None:
     scheduler = ConnectorScheduler(GROUPS)
