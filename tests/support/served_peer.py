@@ -41,12 +41,12 @@ class ServedPeer:
 
 @contextmanager
 def served_peer(
-    allowlist: PeerAllowlist | None = None, key: CurveKeyPair | None = None, software: str = "1.2.3"
+    allowlist: PeerAllowlist | None = None, key: CurveKeyPair | None = None
 ) -> Iterator[ServedPeer]:
     """Serve a node on a free port of loopback."""
     loop = asyncio.new_event_loop()
     node = Node(
-        boot=BootId("there"), endpoint=Endpoint("tcp://127.0.0.1:1"), settings=Settings(software=software),
+        boot=BootId("there"), endpoint=Endpoint("tcp://127.0.0.1:1"), settings=Settings(software="1.2.3"),
         new_token=lambda: "0" * 32,
     )  # fmt: skip
     found: list[PeerSocket] = []

@@ -26,10 +26,9 @@ class ReceivedSpan(NamedTuple):
 class TraceReceiver:
     """Listens on a free port of 127.0.0.1. With `status` other than 200 it refuses what it is sent."""
 
-    def __init__(self, status: int = 200) -> None:
-        self.status = status
+    def __init__(self) -> None:
+        self.status = 200
         self.spans: list[ReceivedSpan] = []
-        self.num_requests = 0
         self._lock = threading.Lock()
         receiver = self
 
@@ -68,7 +67,6 @@ class TraceReceiver:
         assert (path, content_type) == ("/v1/traces", "application/x-protobuf")
         request = ExportTraceServiceRequest.FromString(body)
         with self._lock:
-            self.num_requests += 1
             if self.status == 200:
                 self.spans += _spans(request)
 
