@@ -56,9 +56,10 @@ def test_a_value_given_as_text(key: str, text: str, want: object) -> None:
     assert load_config(None, {SETTINGS[key].variable: text}, {}) == by_flag
 
 
-@pytest.mark.parametrize("keys", ["any", f"{'ab' * 32}, {'cd' * 32}"])
-def test_with_a_key_of_its_own_a_daemon_admits_any_or_those_that_are_listed(keys: str) -> None:
+@pytest.mark.parametrize(("keys", "file"), [("any", ""), (f"{'ab' * 32}, {'cd' * 32}", "/more")])
+def test_with_a_key_of_its_own_a_daemon_admits_any_or_those_that_are_listed(keys: str, file: str) -> None:
     flags = {"peer.curve_secret_key_file": "/k", "peer.curve_allowed_keys": keys}
+    flags["peer.curve_allowed_keys_file"] = file
     assert load_config(None, {}, flags).peer.curve_allowed_keys == tuple(keys.split(", "))
 
 
