@@ -6,12 +6,9 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import MakePlan
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.held_grant import HeldGrant
-from kvxferd.core.sink.plans import Plans
 from kvxferd.errors import PlanError
 from kvxferd.ids import Digest, Endpoint, GrantId, Rank, TransferId
 from kvxferd.layout import EngineSpec, RankLayout, digest_of
@@ -76,15 +73,3 @@ def outcome_of(job: PlanJob) -> PlannedReads | PlanError:
         return job.make()
     except PlanError as error:
         return error
-
-
-def plan_now(
-    plans: Plans, context: NodeContext, rank: LocalRank, home: Endpoint, remote: RemoteEngine
-) -> PlannedReads | None:
-    """Have a rank's reads planned, as a node and its shell do it together."""
-    grant = grant_of(rank, remote, home)
-    if (reads := plans.acquire(grant, remote)) is not None:
-        return reads
-    (job,) = [effect.job for effect in context.pop_effects() if isinstance(effect, MakePlan)]
-    assert plans.plan_made(job, outcome_of(job)) == [grant]
-    return plans.acquire(grant, remote)

@@ -19,11 +19,10 @@ from kvxferd.wire.endpoint import address_of, host_of, key_of, parse_endpoint
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, delivers, spec_of
 
 
-def test_a_rank_of_another_engine_can_neither_complete_nor_end_a_transfer(world):
+def test_a_rank_of_another_engine_can_neither_complete_nor_end_a_transfer(world, sink):
     host = world.host("p")
     first, second = world.engine(host, "prefill", tp=2)
     stranger = world.engine(host, "stranger", tp=2)[1]
-    sink = world.engine(world.host("d"), "decode")[0]
     ref = first.publish("t1", IDS, TOKENS)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     stranger.ready("t1")
@@ -44,8 +43,7 @@ def test_only_the_publishing_session_takes_a_transfer_back(world):
     assert [m.why for m in second.received(wk.Released)] == [Code.UNPUBLISHED]
 
 
-def test_only_the_rank_whose_ticket_it_is_cancels_a_pull(world):
-    source = world.engine(world.host("p"), "prefill")[0]
+def test_only_the_rank_whose_ticket_it_is_cancels_a_pull(world, source):
     first, second = world.engine(world.host("d"), "decode", tp=2)
     ref = source.publish("t1", IDS, TOKENS)
     world.hold_network = True
@@ -58,9 +56,7 @@ def test_only_the_rank_whose_ticket_it_is_cancels_a_pull(world):
     assert second.ended(ticket) is None
 
 
-def test_a_reference_without_its_nonce_reads_and_ends_nothing(world):
-    source = world.engine(world.host("p"), "prefill")[0]
-    sink = world.engine(world.host("d"), "decode")[0]
+def test_a_reference_without_its_nonce_reads_and_ends_nothing(source, sink):
     ref = source.publish("t1", IDS, TOKENS)
     guessed = msgspec.structs.replace(ref, nonce="0" * 32)
     sink.say(wk.Abandon(ref=guessed))

@@ -134,9 +134,8 @@ def test_a_peer_of_which_nothing_is_wanted_has_no_place_that_another_needs():
         assert sink.host.node.peers.endpoints() == {sources[number % 2].host.endpoint}
 
 
-def test_questions_that_wait_are_bounded_by_peer_and_in_all(monkeypatch):
+def test_questions_that_wait_are_bounded_by_peer_and_in_all(world, monkeypatch):
     lower(monkeypatch, WAITING_BYTES, 16 * kept_bytes("nobody", "g"))
-    world = World()
     host = world.host("p")
 
     def send_request(route: bytes, number: int):
@@ -168,9 +167,8 @@ def acknowledge(world: World, worker: Worker, ref: TransferRef, number: int, key
     assert [e.message for e in effects if isinstance(e, fx.ReplyToPeer)] == [RequestDone(request=number)]
 
 
-def test_acknowledgements_have_a_share_of_each_peer(monkeypatch) -> None:
+def test_acknowledgements_have_a_share_of_each_peer(world, monkeypatch) -> None:
     lower(monkeypatch, ACKNOWLEDGED, 320)
-    world = World()
     (source,), (sink,) = world.engine(world.host("a"), "prefill"), world.engine(world.host("b"), "decode")
     node = source.host.node
     refs = [source.publish(f"t{n}", IDS, TOKENS) for n in range(4)]
@@ -208,8 +206,7 @@ def few(monkeypatch) -> int:
     return 8
 
 
-def test_who_sleeps_and_wakes_without_end_waits(few: int) -> None:
-    world = World()
+def test_who_sleeps_and_wakes_without_end_waits(world, few: int) -> None:
     first, second = two_users(world)
     refused = [sleep_and_wake(world, first, n) for n in range(few + 2)]
     assert refused[0] is None
@@ -221,8 +218,7 @@ def test_who_sleeps_and_wakes_without_end_waits(few: int) -> None:
     assert sleep_and_wake(world, first, 99) is None
 
 
-def test_a_rank_whose_movers_die_at_once_has_another_as_often_as_its_user_may(few: int) -> None:
-    world = World()
+def test_a_rank_whose_movers_die_at_once_has_another_as_often_as_its_user_may(world, few: int) -> None:
     first, second = two_users(world)
 
     def num_movers(worker: Worker) -> int:
@@ -241,8 +237,7 @@ def test_a_rank_whose_movers_die_at_once_has_another_as_often_as_its_user_may(fe
     assert first.host.node.sessions[first.session].rank.is_readable
 
 
-def test_a_resident_mover_that_nobody_wants_is_not_taken() -> None:
-    world = World()
+def test_a_resident_mover_that_nobody_wants_is_not_taken(world) -> None:
     first, _ = two_users(world)
     rank = first.host.node.sessions[first.session].rank
     rank.resident = True
@@ -279,9 +274,8 @@ def ref_to(endpoint: str, transfer: str = "t", engine: str = "prefill") -> Trans
     return TransferRef(f"tcp://{endpoint}:9441", engine, "g1", transfer, "n")
 
 
-def test_prepared_pulls_have_a_share_of_each_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_pulls_have_a_share_of_each_user(world, monkeypatch) -> None:
     lower(monkeypatch, BLOCK_ID_BYTES, 16 * ENTRY_BYTES)
-    world = World()
     first, second = two_users(world)
     node = first.host.node
     for n in range(20):
@@ -295,9 +289,8 @@ def test_prepared_pulls_have_a_share_of_each_user(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("how", ["prepared and left", "pulled and cancelled"])
-def test_what_has_ended_waits_for_no_engine(how: str) -> None:
+def test_what_has_ended_waits_for_no_engine(world, how: str) -> None:
     """Ten seconds of invented references, each given up at once, were 400 MB."""
-    world = World()
     sink, _ = two_users(world)
     for n in range(50):
         ref = ref_to("p", f"t{n}")
@@ -315,10 +308,9 @@ def test_what_has_ended_waits_for_no_engine(how: str) -> None:
 
 
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
-    monkeypatch: pytest.MonkeyPatch,
+    world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lower(monkeypatch, OPEN_REQUESTS, 16)
-    world = World()
     first, second = two_users(world)
     node = first.host.node
     for _ in range(3):
@@ -349,8 +341,7 @@ def test_a_burst_then_so_many_a_second_of_each_user() -> None:
     assert len(rate._full_at) == 1
 
 
-def test_who_registers_and_leaves_in_a_loop_is_busy_and_others_register() -> None:
-    world = World()
+def test_who_registers_and_leaves_in_a_loop_is_busy_and_others_register(world) -> None:
     host = world.host("p")
     for _ in range(REGISTER_BURST):
         worker = world.register(host, spec_of("a"), uid=FIRST)

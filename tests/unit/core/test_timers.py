@@ -10,7 +10,7 @@ from kvxferd.core.context import CALLS_PER_EVENT, CALLS_PER_TICK
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from tests.support.simulation import SINK_IDS, TOKENS, Host, Worker, World
+from tests.support.simulation import SINK_IDS, TOKENS, Host, World
 
 NUM = 300
 
@@ -36,7 +36,7 @@ def ended_in_turns(world: World, host: Host, event: ev.Event) -> list[int]:
     return counts
 
 
-def test_pulls_with_one_deadline_end_in_turns(world: World, source: Worker, sink: Worker) -> None:
+def test_pulls_with_one_deadline_end_in_turns(world, source, sink):
     world.cut |= {("d", "p"), ("p", "d")}
     tickets = [sink.pull(ref, SINK_IDS, TOKENS, deadline_s=5.0) for ref in refs_to(source.host)]
     world.schedule.now += 5.0
@@ -47,7 +47,7 @@ def test_pulls_with_one_deadline_end_in_turns(world: World, source: Worker, sink
 
 
 @pytest.mark.parametrize("event", ["unreachable", "broke the protocol", "dropped"])
-def test_pulls_whose_peer_fails_end_in_turns(world: World, source: Worker, sink: Worker, event: str) -> None:
+def test_pulls_whose_peer_fails_end_in_turns(world, source, sink, event):
     node, endpoint = sink.host.node, source.host.endpoint
     sink.say(wk.Prepare(ref=refs_to(source.host, "other")[0]))  # the peer is greeted
     world.hold_network = True

@@ -136,34 +136,6 @@ def test_a_late_join_of_a_former_mover_changes_nothing(world, home, member):
     assert record_of(home).agent == present
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-def test_a_late_join_of_a_former_generation_does_not_bring_it_back(
-    world, stages, home, member, reader, restarts
-):
-    """The engine's present generation would be refused as stale, for as long as the rank was kept."""
-    record = record_of(home)
-    if restarts:
-        world.cut.add(("p1", "p0"))
-    for stage in stages:
-        stage.close()
-    if restarts:
-        home = world.host("p0")
-        world.cut.clear()
-    world.advance(1)
-    spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint, generation="second")
-    stages = [world.register(home, spec), world.register(member, msgspec.structs.replace(spec, pp_rank=1))]
-    world.advance(1)
-    assert all(stage.received(wk.Registered) for stage in stages)
-    world.feed(home, ev.PeerRequest(record.route, late_join(record, member)))
-    (engine,) = home.node.registry
-    assert engine.key == spec.key
-    for stage in stages:
-        stage.fill(IDS, TOKENS, seed=2)
-    ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].ready("t1")
-    assert reader.reads(ref)
-
-
 @pytest.mark.parametrize("ends", ["its mover is replaced", "its worker leaves"])
 def test_a_join_without_a_reply_is_not_sent_again_after_what_followed(world, stages, home, member, ends):
     """Sent again, it would give the home the former mover's agent back, or the rank that left."""
@@ -245,8 +217,7 @@ def test_what_a_member_has_reported_is_reported_again_to_a_home_that_restarted(
         world.cut.clear()
     world.advance(10)
     ref = again.publish("t1", IDS, TOKENS)
-    ticket = reader.pull(ref, SINK_IDS, TOKENS)
-    assert isinstance(reader.ended(ticket), wk.TicketDelivered)
+    assert reader.reads(ref)
 
 
 def test_a_late_heartbeats_reply_does_not_end_the_polling_that_was_asked_for_since(world, stages, reader):

@@ -461,7 +461,7 @@ def test_a_replaced_generation_that_connects_again_replaces_nothing(world):
     assert host.node.registry.is_superseded(EngineKey("prefill", "g1"))
 
 
-def test_what_an_earlier_daemon_had_is_older_than_what_it_never_met(world):
+def test_what_an_earlier_daemon_had_is_older_than_what_it_never_met(world, sink):
     """The generation that replaced it may register first, while it still connects again."""
     world.register(world.host("p"), spec_of("prefill", generation="g1"))
     host = restarted(world, "p")
@@ -469,7 +469,6 @@ def test_what_an_earlier_daemon_had_is_older_than_what_it_never_met(world):
     world.register(host, spec_of("prefill", generation="g1"))
     assert host.node.registry.newest("prefill") == EngineKey("prefill", "g2")
     new.fill([1, 2], 8, seed=3)
-    sink = world.engine(world.host("d"), "decode")[0]
     ticket = sink.pull(new.publish("t1", [1, 2], 8), [3, 4], 8)
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong([3, 4], 8, seed=3) == 0

@@ -18,7 +18,7 @@ from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds, Refusal, Versions
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 from tests.support.low_limits import lower
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, spec_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, spec_of
 
 
 def refusal(worker) -> wk.Refused:
@@ -72,21 +72,19 @@ def test_another_incarnation_on_one_connection_voids_the_ranks_transfers(world):
 )
 def test_a_rank_that_cannot_be_of_its_engine_is_refused(world, change, code):
     host = world.host("p")
-    first, other = world.register(host, spec_of("e", tp=2)), world.connect(host)
-    other.spec = msgspec.structs.replace(first.spec, **{"tp_rank": 1} | change)
-    other.layout = first.layout
-    world.register_again(other)
+    first = world.register(host, spec_of("e", tp=2))
+    other = world.register_with(
+        host, msgspec.structs.replace(first.spec, **{"tp_rank": 1} | change), first.layout
+    )
     assert refusal(other).code is code
 
 
 def test_strides_that_reach_outside_the_region(world):
     worker = world.register(world.host("p"), spec_of("e"))
-    other = world.connect(worker.host)
     tensors = worker.layout.tensors
     wide = msgspec.structs.replace(tensors[-1], block_stride=tensors[-1].block_stride * 2)
-    other.spec = spec_of("other")
-    other.layout = msgspec.structs.replace(worker.layout, tensors=(*tensors[:-1], wide))
-    world.register_again(other)
+    layout = msgspec.structs.replace(worker.layout, tensors=(*tensors[:-1], wide))
+    other = world.register_with(worker.host, spec_of("other"), layout)
     assert refusal(other).code is Code.LAYOUT_INVALID
 
 
@@ -101,16 +99,12 @@ def test_what_the_shell_finds_wrong_with_the_descriptors_is_said(world):
 
 def test_stages_with_a_gap_are_refused_when_the_engine_would_be_complete(world):
     host = world.host("p")
-    spec = spec_of("e", pp=2, layers=4)
-    first, last = world.connect(host), world.connect(host)
-    for worker, pp_rank, num_layers in ((first, 0, 1), (last, 1, 2)):
-        worker.spec = msgspec.structs.replace(spec, pp_rank=pp_rank)
-        model = world.register(world.host(f"model-{pp_rank}"), worker.spec)
-        tensors = tuple(t for t in model.layout.tensors if t.layer < 2 * pp_rank + num_layers)
-        worker.layout = msgspec.structs.replace(
-            model.layout, end_layer=2 * pp_rank + num_layers, tensors=tensors
-        )
-        world.register_again(worker)
+    for pp_rank, end_layer in ((0, 1), (1, 4)):
+        spec = spec_of("e", pp=2, layers=4, pp_rank=pp_rank)
+        model = world.register(world.host(f"model-{pp_rank}"), spec).layout
+        tensors = tuple(tensor for tensor in model.tensors if tensor.layer < end_layer)
+        layout = msgspec.structs.replace(model, end_layer=end_layer, tensors=tensors)
+        last = world.register_with(host, spec, layout)
     assert refusal(last).code is Code.LAYERS_MISSING
 
 
@@ -169,9 +163,7 @@ def test_memory_is_not_resumed_while_a_mover_of_the_refused_resume_lives(world, 
     assert [m.request for m in worker.received(wk.Registered)] == [1, 4]
 
 
-def test_a_pull_of_a_suspended_rank_fails_at_once(world):
-    source = world.engine(world.host("p"), "prefill")[0]
-    sink = world.engine(world.host("d"), "decode")[0]
+def test_a_pull_of_a_suspended_rank_fails_at_once(source, sink):
     ref = source.publish("t1", IDS, TOKENS)
     sink.say(wk.Suspend())
     assert sink.ended(sink.pull(ref, SINK_IDS, TOKENS)).code is Code.SUSPENDED
@@ -179,9 +171,8 @@ def test_a_pull_of_a_suspended_rank_fails_at_once(world):
     assert sink.reads(ref)
 
 
-def test_what_was_prepared_for_another_registration_is_not_used(world):
+def test_what_was_prepared_for_another_registration_is_not_used(world, source):
     """A connection whose registration failed may register another layout; plans are per layout."""
-    source = world.engine(world.host("p"), "prefill")[0]
     source.fill(IDS, TOKENS, seed=1)
     ref = source.publish("t1", IDS, TOKENS)
     host = world.host("d")
@@ -196,9 +187,7 @@ def test_what_was_prepared_for_another_registration_is_not_used(world):
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 
-def test_there_is_an_end_to_what_one_session_may_prepare(world):
-    source = world.engine(world.host("p"), "prefill")[0]
-    sink = world.engine(world.host("d"), "decode")[0]
+def test_there_is_an_end_to_what_one_session_may_prepare(world, source, sink):
     ref = source.publish("t1", IDS, TOKENS)
     world.hold_network = True
     for number in range(MAX_PREPARED + 10):
@@ -235,10 +224,9 @@ def say_parts(worker: Worker) -> None:
         worker.say(BlockIds(stream=1, group="full", offset=part << 20, ids=bytes(1 << 20)))
 
 
-def test_what_arrives_in_parts_has_a_share_of_each_user(monkeypatch):
+def test_what_arrives_in_parts_has_a_share_of_each_user(world, monkeypatch):
     """A request past it is refused, and its session lives."""
     lower(monkeypatch, ARRIVING_ID_BYTES, 16 << 20)
-    world = World()
     host = world.host("p")
     schedulers = [world.attach(host, spec_of(f"e{number}")) for number in range(3)]
     for scheduler in schedulers:

@@ -206,29 +206,6 @@ def test_a_worker_that_does_not_say_what_it_knows_has_its_pulls_fail(world, sour
     assert bytes(sink.memory) == before
 
 
-@by_mover
-def test_an_answer_is_to_one_interruption_alone(world, source, sink):
-    """The next mover may die before the worker has answered for the pulls of the first."""
-    requested: list[tuple[int, tuple[int, ...]]] = []
-    reply = sink.resume_pulls
-    sink.resume_pulls = lambda number, tickets: requested.append((number, tickets))
-    old = mover_of(sink)
-    stall(world, source, sink)
-    first = sink.pull(source.publish("t1", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
-    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s)
-    mover_of(sink).hold = True
-    second = sink.pull(source.publish("t2", IDS, TOKENS), [20, 21, 22], TOKENS, deadline_s=60)
-    mover_of(sink).die()
-    old.die()
-    world.advance(1)
-    assert sorted(tickets for _, tickets in requested) == [(first,), (second,)]
-    for number, tickets in requested:
-        reply(number, tickets)
-    world.advance(1)
-    assert isinstance(sink.ended(first), wk.TicketDelivered)
-    assert isinstance(sink.ended(second), wk.TicketDelivered)
-
-
 @pytest.mark.parametrize("name", ["tickets", "arrived"])
 def test_an_answer_has_as_many_tickets_as_pulls_may_run(world, sink, name):
     many = {"tickets": (), name: tuple(range(1025))}
@@ -264,8 +241,7 @@ def test_a_source_that_stalls_again_and_again_is_refused_for_a_while(world, sour
     assert "cannot pull transfer t9" in refused.message
     assert delivers(other, sink, "o1")
     world.advance(refused.retry_after_s + 0.1)
-    again = sink.pull(source.publish("t10", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(again), wk.TicketDelivered)
+    assert delivers(source, sink, "t10")
 
 
 def test_one_failure_of_a_source_that_many_ranks_read_counts_once(world):

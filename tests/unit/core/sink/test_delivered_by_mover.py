@@ -7,20 +7,13 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.ids import Ticket
 from kvxferd.wire import worker as wk
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, held_pull, mover_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, held_pull, mover_of
 
-
-@pytest.fixture
-def world() -> World:
-    world = World()
-    world.receives_deliveries = True
-    return world
+pytestmark = pytest.mark.parametrize("world", [True], indirect=True, ids=["by-mover"])
 
 
 @pytest.mark.parametrize("said", [False, True])
-def test_a_mover_that_ends_between_its_two_words(
-    world: World, source: Worker, sink: Worker, said: bool
-) -> None:
+def test_a_mover_that_ends_between_its_two_words(world, source, sink, said):
     """The worker has the bytes. What it says before it leaves is how the source hears."""
     mover = mover_of(sink)
     ticket = held_pull(source, sink)
@@ -37,7 +30,7 @@ def test_a_mover_that_ends_between_its_two_words(
     assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED if said else Code.LEASE_EXPIRED]
 
 
-def test_a_noticed_pull_is_delivered_when_its_mover_dies(world: World, source: Worker, sink: Worker) -> None:
+def test_a_noticed_pull_is_delivered_when_its_mover_dies(world, source, sink):
     mover = mover_of(sink)
     ticket = held_pull(source, sink)
     sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket), Ticket(77))))
@@ -49,7 +42,7 @@ def test_a_noticed_pull_is_delivered_when_its_mover_dies(world: World, source: W
     assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
-def test_a_waiting_pull_is_not_believed_to_be_there(world: World, source: Worker, sink: Worker) -> None:
+def test_a_waiting_pull_is_not_believed_to_be_there(world, source, sink):
     world.hold_network = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket),)))
@@ -61,9 +54,7 @@ def test_a_waiting_pull_is_not_believed_to_be_there(world: World, source: Worker
     assert sink.ended(ticket) is None  # read again, by the next mover
 
 
-def test_what_the_engine_was_told_has_failed_is_not_acknowledged(
-    world: World, source: Worker, sink: Worker
-) -> None:
+def test_what_the_engine_was_told_has_failed_is_not_acknowledged(world, source, sink):
     ticket = held_pull(source, sink, deadline_s=3)
     world.advance(3.1)
     assert isinstance(sink.ended(ticket), wk.TicketFailed)

@@ -17,7 +17,7 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.peer import GrantReply, PeerRefused
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, delivers
 
 PAGE_IDS = 2
 NUM_PAGES = -(-len(IDS) // PAGE_IDS)
@@ -46,7 +46,7 @@ def start_pull(world: World, source: Worker, sink: Worker) -> int:
     return sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
 
 
-def test_a_long_list_comes_in_pages(world: World, source: Worker, sink: Worker) -> None:
+def test_a_long_list_comes_in_pages(world, source, sink):
     ticket = start_pull(world, source, sink)
     replies = [m for m in deliver(world, lambda message: message) if isinstance(m, GrantReply)]
     assert [num_id_bytes(reply.blocks) for reply in replies] == [4 * PAGE_IDS] * (NUM_PAGES - 1) + [
@@ -67,7 +67,7 @@ def change_the_second(change: Callable[[GrantReply], Message | None]) -> Callabl
     return deliver_one
 
 
-def test_a_page_that_is_lost_is_asked_for_again(world: World, source: Worker, sink: Worker) -> None:
+def test_a_page_that_is_lost_is_asked_for_again(world, source, sink):
     ticket = start_pull(world, source, sink)
     deliver(world, change_the_second(lambda page: None))
     world.hold_network = False
@@ -90,21 +90,18 @@ def refuse(page: GrantReply) -> PeerRefused:
     ids=["more, and no ids", "another word", "a lease that is none", "a refusal"],
 )
 def test_a_second_page_that_is_none_fails_its_pull_alone_and_gives_the_grant_back(
-    world: World, source: Worker, sink: Worker, change: Callable[[GrantReply], Message], code: Code
-) -> None:
+    world, source, sink, change, code
+):
     ticket = start_pull(world, source, sink)
     arrived = deliver(world, change_the_second(change))
     assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (code, True)
     assert len([m for m in arrived if isinstance(m, GrantReply | PeerRefused)]) == 2
     assert not source.host.node.published.table.by_grant
     world.hold_network = False
-    good = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(good), wk.TicketDelivered)
+    assert delivers(source, sink, "t2")
 
 
-def test_a_page_without_room_fails_its_pull_as_busy(
-    world: World, source: Worker, sink: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_without_room_fails_its_pull_as_busy(world, source, sink, monkeypatch):
     ticket, memory = start_pull(world, source, sink), sink.host.node.context.ledger[BLOCK_ID_BYTES]
 
     def fill_behind_the_first(message: Message) -> Message:
@@ -119,9 +116,7 @@ def test_a_page_without_room_fails_its_pull_as_busy(
     assert memory.held == 0
 
 
-def test_a_transfer_that_ends_between_two_pages_is_not_read(
-    world: World, source: Worker, sink: Worker
-) -> None:
+def test_a_transfer_that_ends_between_two_pages_is_not_read(world, source, sink):
     ticket = start_pull(world, source, sink)
 
     def end_behind_the_first(message: Message) -> Message:

@@ -19,7 +19,7 @@ from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.core.sink import plans as core_plans
 from kvxferd.core.sink.grants import HeldGrant
 from kvxferd.core.sink.plans import Plans
-from kvxferd.errors import BusyError, PlanError
+from kvxferd.errors import BusyError, Code, EngineError, PlanError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Incarnation, SessionId
 from kvxferd.plan import PlanJob, PlannedReads, plan_bytes
 from kvxferd.wire.common import Binding, RankManifest
@@ -30,9 +30,9 @@ SIZE = 4096 + 1024 + 320 + 4 * 148  # of each of the plans below: K and V of two
 BINDING = Binding(AgentName("a"), b"", (), Incarnation("i"))
 
 
-def source(number: int, layers: int = 2, engine_id: str = "") -> RemoteEngine:
+def source(number: int, layers: int = 2, engine_id: str = "", block_tokens: int = 4) -> RemoteEngine:
     """Return an engine whose plan is like no other's: one plan for each number."""
-    ((rank, (spec, layout)),) = engine(layers=layers).items()
+    ((rank, (spec, layout)),) = engine(layers=layers, block_tokens=block_tokens).items()
     groups = tuple(msgspec.structs.replace(group, num_blocks=1000 + number) for group in layout.groups)
     spec = msgspec.structs.replace(spec, engine_id=EngineId(engine_id or f"remote-{number}"))
     return learnt({rank: RankManifest(spec, msgspec.structs.replace(layout, groups=groups), BINDING)})
@@ -183,6 +183,18 @@ def test_a_refusal_names_its_own_engine() -> None:
         with pytest.raises(PlanError, match=f"'{name}'"):
             node.read(0, layers=3, engine_id=name)
     assert node.num_planned == 2
+
+
+def test_refusals_of_other_facts_end_when_the_first_ones_expire() -> None:
+    """Also for a rank that reads nothing else, whose every registration is refused."""
+    node, kept_s = Node(32), Settings().max_hold_s
+    node.read(0, engine_id="changed")
+    for node.context.now in (1.0, kept_s):
+        with pytest.raises(EngineError) as caught:
+            node.read(1, engine_id="changed", block_tokens=8)
+        assert caught.value.code is Code.SHAPE_MISMATCH
+    node.context.now = kept_s + 1.0
+    assert node.read(1, engine_id="changed", block_tokens=8).reads is not None
 
 
 def test_refusals_are_kept_up_to_so_many(monkeypatch: pytest.MonkeyPatch) -> None:

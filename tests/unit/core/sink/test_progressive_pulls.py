@@ -166,25 +166,6 @@ def test_a_prefill_that_stops_ends_the_pull_with_the_lease(world, source, sink):
     assert sink.host.node.is_idle
 
 
-@pytest.mark.parametrize("while_read", [True, False], ids=["while a piece is read", "between pieces"])
-def test_what_is_taken_back_is_never_delivered(world, source, sink, while_read):
-    """Preemption: the engine unpublishes, and uses its blocks again after Released."""
-    ref = publish(source, ready=8)
-    mover = mover_of(sink)
-    mover.hold = while_read
-    ticket = pull(sink, ref)
-    source.say(wk.Unpublish(transfer_id="t1"))
-    assert source.received(wk.Released)
-    source.fill(SOURCE_IDS, TOKENS, seed=99)
-    if while_read:
-        mover.work()
-    failed = sink.ended(ticket)
-    assert (failed.code, failed.safe_to_reuse) == (Code.RELEASED, True)
-    world.advance(10)
-    assert world.hosts["p"].node.is_idle
-    assert sink.host.node.is_idle
-
-
 def test_no_reader_gets_what_one_rank_has_not_written(world, sink):
     ranks = world.engine(world.host("p"), "prefill", tp=2)
     for rank in ranks:
@@ -223,16 +204,12 @@ def test_a_window_may_be_left_out_until_the_end(world):
 
 def with_window(world: World, host: str, name: str) -> Worker:
     """An engine whose last layer has a group of its own, with a sliding window."""
-    worker = world.connect(world.host(host))
-    worker.spec = spec_of(name)
     facts = {"num_kv_heads": 2, "head_dim": 2, "block_tokens": BLOCK_TOKENS, "num_blocks": 32}
-    plain = attention_layout(spec=worker.spec, layout="HND", **facts)
+    plain = attention_layout(spec=spec_of(name), layout="HND", **facts)
     groups = (*plain.groups, Group("window", 32, BLOCK_TOKENS, sliding_window=TOKENS))
     tensors = tuple(msgspec.structs.replace(t, group=groups[t.layer].name) for t in plain.tensors)
-    worker.layout = msgspec.structs.replace(plain, groups=groups, tensors=tensors)
-    worker.memory = bytearray(plain.regions[0].size_bytes)
-    world.register_again(worker)
-    return worker
+    layout = msgspec.structs.replace(plain, groups=groups, tensors=tensors)
+    return world.register_with(world.host(host), spec_of(name), layout)
 
 
 def both(ids: list[int]) -> dict[str, PackedBlocks]:

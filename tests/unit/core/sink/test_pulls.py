@@ -19,16 +19,6 @@ from tests.support.simulation import IDS, SINK_IDS, TOKENS, held_pull, mover_of,
 DELIVERED_BOTH_WAYS = True
 
 
-def test_cancel_while_the_mover_works_waits_for_its_word(world, source, sink):
-    ticket = held_pull(source, sink)
-    sink.say(wk.Cancel(ticket=ticket))
-    assert sink.ended(ticket) is None
-    mover = mover_of(sink)
-    mover.hold = False
-    mover.work()
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)  # it was done before it could be stopped
-
-
 def test_what_the_mover_had_said_before_the_deadline_counts_though_it_is_read_behind_it(world, source, sink):
     """This daemon stood still, or was busy: its timer is looked at before its sockets are."""
     ticket = held_pull(source, sink, deadline_s=3)

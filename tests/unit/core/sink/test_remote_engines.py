@@ -7,17 +7,12 @@ import pytest
 
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
-from kvxferd.core.context import CALLS_PER_EVENT, NodeContext
+from kvxferd.core.context import CALLS_PER_EVENT
 from kvxferd.core.limits.table import REMOTE_ENGINE_BYTES
-from kvxferd.core.peers.remote_engine import RemoteEngine
-from kvxferd.core.ranks.rank import LocalRank
-from kvxferd.core.sink.plans import Plans
-from kvxferd.errors import BusyError, Code, EngineError
-from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Incarnation, SessionId
+from kvxferd.errors import BusyError, Code
+from kvxferd.ids import Endpoint
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import Binding, RankManifest, TransferRef
-from tests.support.attention_engines import engine
-from tests.support.fetched_engine import learnt, plan_now
+from kvxferd.wire.common import TransferRef
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World
 
 HOLD_S = 60.0
@@ -28,13 +23,12 @@ def world() -> World:
     return World(settings=Settings(max_hold_s=HOLD_S))
 
 
-def test_two_homes_that_name_one_engine_id_neither_refuse_nor_evict_each_other(world):
+def test_two_homes_that_name_one_engine_id_neither_refuse_nor_evict_each_other(world, sink):
     """Their blocks have 4 and 8 tokens: 11 tokens are 3 blocks of the one and 2 of the other."""
     sources = [
         (world.engine(world.host("p"), "prefill")[0], IDS),
         (world.engine(world.host("q"), "prefill", block_tokens=8)[0], IDS[:2]),
     ]
-    (sink,) = world.engine(world.host("d"), "decode")
     for turn in range(2):
         for number, (source, ids) in enumerate(sources):
             source.fill(ids, TOKENS, seed=number)
@@ -124,9 +118,8 @@ def test_a_pull_whose_deadline_passes_while_its_plan_is_made_says_so(world, wait
     assert "this node planned the reads of engine prefill" in failed.message
 
 
-def test_a_manifest_that_comes_after_its_grant_has_ended_is_charged_to_nobody(world):
+def test_a_manifest_that_comes_after_its_grant_has_ended_is_charged_to_nobody(source, sink):
     """Where thousands wait for one manifest, most get it in later turns."""
-    (source,), (sink,) = world.engine(world.host("p"), "prefill"), world.engine(world.host("d"), "decode")
     node, ref = sink.host.node, source.publish("t1", IDS, TOKENS)
     sink.say(wk.Prepare(ref=ref))
     (hold,) = node.worker_requests.prepared()
@@ -153,45 +146,3 @@ def test_a_pull_does_not_join_a_fetch_whose_peer_was_dropped_just_now() -> None:
     world.advance(1.0)
     assert sink.ended(ticket) is None
     node.check_integrity()
-
-
-# --- what a remote engine that breaks its contract costs the rank that reads it, and the node
-
-
-HOME, REMOTE = Endpoint("tcp://p:9441"), EngineId("remote")
-MAX_HOLD_S = 60.0
-
-
-def remote(**facts: int) -> RemoteEngine:
-    """Return an engine as fetched; all have one generation."""
-    binding = Binding(AgentName("a"), b"", (), Incarnation("i"))
-    ranks = {
-        rank: RankManifest(msgspec.structs.replace(spec, engine_id=REMOTE), layout, binding)
-        for rank, (spec, layout) in engine(**facts).items()
-    }
-    return learnt(ranks)
-
-
-def reader(**facts: int) -> tuple[NodeContext, LocalRank]:
-    """Return a node, and its one rank."""
-    settings = Settings(max_hold_s=MAX_HOLD_S)
-    context = NodeContext(
-        boot=BootId("b"), endpoint=Endpoint("tcp://d:9441"), settings=settings, new_token=str
-    )
-    ((spec, layout),) = engine(**facts).values()
-    return context, LocalRank(SessionId(1), spec, layout, (), Incarnation("i"), 0)
-
-
-def test_refusals_of_other_facts_end_when_the_first_ones_expire() -> None:
-    """Also for a rank that reads nothing else, whose every registration is refused."""
-    context, rank = reader()
-    plans = Plans(context)
-    plan_now(plans, context, rank, HOME, remote(block_tokens=4))
-    changed = remote(block_tokens=8)
-    for context.now in (1.0, MAX_HOLD_S):
-        with pytest.raises(EngineError) as caught:
-            plan_now(plans, context, rank, HOME, changed)
-        assert caught.value.code is Code.SHAPE_MISMATCH
-    context.now = MAX_HOLD_S + 1.0
-    plan_now(plans, context, rank, HOME, changed)
-    assert rank.topology.get_engine_info(REMOTE, home=HOME).remote_block_size == 8

@@ -52,7 +52,7 @@ def failure(world: World, sink: Worker, ref: TransferRef) -> Code:
 
 
 @pytest.mark.parametrize("first_back", ["scheduler", "rank"])
-def test_a_rank_that_slept_while_its_daemon_was_away(world: World, first_back: str) -> None:
+def test_a_rank_that_slept_while_its_daemon_was_away(world, sink, first_back):
     spec = spec_of("prefill", tp=2, publish_implies_ready=True)
     host = world.host("p")
     world.engine(host, "prefill", tp=2, publish_implies_ready=True)
@@ -80,7 +80,6 @@ def test_a_rank_that_slept_while_its_daemon_was_away(world: World, first_back: s
         come_back(1, "second")
     assert scheduler.over() == [("t1", Code.RANK_LOST)]
     assert scheduler.fence[:16] != word
-    (sink,) = world.engine(world.host("d"), "decode")
     assert failure(world, sink, ref) in (Code.RELEASED, Code.TRANSFER_UNKNOWN)
     for rank in ranks:
         rank.fill(IDS, TOKENS, seed=1)
@@ -88,7 +87,7 @@ def test_a_rank_that_slept_while_its_daemon_was_away(world: World, first_back: s
     assert sink.reads(again)
 
 
-def test_what_is_published_while_a_rank_sleeps_is_refused(world: World) -> None:
+def test_what_is_published_while_a_rank_sleeps_is_refused(world):
     host = world.host("p")
     first, second = world.engine(host, "prefill", tp=2, publish_implies_ready=True)
     suspend(second)
@@ -96,7 +95,7 @@ def test_what_is_published_while_a_rank_sleeps_is_refused(world: World) -> None:
     assert first.over() == [("t1", Code.RANK_LOST)]
 
 
-def test_sessions_are_reported_the_ranks_and_what_changes(world: World) -> None:
+def test_sessions_are_reported_the_ranks_and_what_changes(world):
     host = world.host("p")
     spec = spec_of("prefill", tp=2)
     scheduler, stranger = world.attach(host, spec), world.attach(host, spec, uid=7)
@@ -115,7 +114,7 @@ def test_sessions_are_reported_the_ranks_and_what_changes(world: World) -> None:
 
 
 @pytest.mark.parametrize("incarnation", ["first", "", "x" * 900_000])
-def test_a_resume_in_the_same_incarnation_or_none_is_refused(world: World, incarnation: str) -> None:
+def test_a_resume_in_the_same_incarnation_or_none_is_refused(world, incarnation):
     (rank,) = world.engine(world.host("p"), "prefill")
     suspend(rank)
     rank.resume(incarnation)
@@ -125,21 +124,20 @@ def test_a_resume_in_the_same_incarnation_or_none_is_refused(world: World, incar
     assert len(rank.received(wk.Registered)) == 2
 
 
-def test_readiness_ends_when_its_rank_sleeps(world: World) -> None:
+def test_readiness_ends_when_its_rank_sleeps(world, sink):
     host = world.host("p")
     first, second = world.engine(host, "prefill", tp=2)
     second.ready("early")
     suspend(second)
     second.resume()
     ref = first.publish("early", IDS, TOKENS)
-    (sink,) = world.engine(world.host("d"), "decode")
     ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=20.0)
     assert sink.ended(ticket) is None
     second.ready("early")
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
-def test_ready_of_memory_that_is_gone_releases_the_transfer(world: World) -> None:
+def test_ready_of_memory_that_is_gone_releases_the_transfer(world):
     host = world.host("p")
     first, second = world.engine(host, "prefill", tp=2)
     suspend(second)
@@ -151,7 +149,7 @@ def test_ready_of_memory_that_is_gone_releases_the_transfer(world: World) -> Non
     assert ("prefill", "g1") not in {key[0] for key in host.node.published.announced}
 
 
-def test_a_members_readiness_that_is_late_speaks_for_the_memory_that_it_names(world: World, stages) -> None:
+def test_a_members_readiness_that_is_late_speaks_for_the_memory_that_it_names(world, stages):
     first, second = stages
     world.hold_network = True
     second.ready("t1")
@@ -179,7 +177,7 @@ def test_a_members_readiness_that_is_late_speaks_for_the_memory_that_it_names(wo
     ],
     ids=["none", "too few", "another", "too many", "too long"],
 )
-def test_a_publish_that_implies_readiness_names_every_rank(world: World, incarnations, code: Code) -> None:
+def test_a_publish_that_implies_readiness_names_every_rank(world, incarnations, code):
     host = world.host("p")
     rank, _ = world.engine(host, "prefill", tp=2, publish_implies_ready=True)
     for worker in (rank, world.attach(host, rank.spec)):
@@ -187,13 +185,13 @@ def test_a_publish_that_implies_readiness_names_every_rank(world: World, incarna
         assert worker.over() == [("t1", code)]
 
 
-def test_ready_without_an_incarnation_costs_the_connection(world: World) -> None:
+def test_ready_without_an_incarnation_costs_the_connection(world):
     (rank,) = world.engine(world.host("p"), "prefill")
     rank.say(wk.Ready(transfer_id="t1", incarnation=""))
     assert [m.code for m in rank.received(wk.Farewell)] == [Code.BAD_FRAME]
 
 
-def test_a_grant_is_refused_where_a_rank_was_mapped_anew(world: World, monkeypatch) -> None:
+def test_a_grant_is_refused_where_a_rank_was_mapped_anew(world, monkeypatch):
     """No event does this, as `check_integrity` asserts; the check before each grant is the last of three."""
     monkeypatch.setattr(PublishedTransfers, "_check_memory", lambda *_: None)
     host = world.host("p")
@@ -211,22 +209,18 @@ def test_a_grant_is_refused_where_a_rank_was_mapped_anew(world: World, monkeypat
 
 def stages_of_groups(world: World, host: Host, only: int | None = None) -> list[Worker]:
     """Two stages whose groups have different names, or one of them."""
-    spec = spec_of("prefill", pp=2, publish_implies_ready=True)
     workers = []
     for pp_rank, group in enumerate(["full", "window"]):
         if only not in (None, pp_rank):
             continue
-        own = msgspec.structs.replace(spec, pp_rank=pp_rank)
-        worker = world.connect(host)
+        spec = spec_of("prefill", pp=2, pp_rank=pp_rank, publish_implies_ready=True)
         plain = attention_layout(
-            spec=own, layout="HND", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=32
+            spec=spec, layout="HND", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=32
         )
         groups = tuple(msgspec.structs.replace(g, name=group) for g in plain.groups)
         tensors = tuple(msgspec.structs.replace(t, group=group) for t in plain.tensors)
-        worker.spec, worker.layout = own, msgspec.structs.replace(plain, groups=groups, tensors=tensors)
-        worker.memory = bytearray(worker.layout.regions[0].size_bytes)
-        world.register_again(worker)
-        workers.append(worker)
+        layout = msgspec.structs.replace(plain, groups=groups, tensors=tensors)
+        workers.append(world.register_with(host, spec, layout))
     return workers
 
 
@@ -237,7 +231,7 @@ def publish_groups(worker: Worker, transfer_id: str, *groups: str, **more: objec
     worker.say(wk.Publish(transfer_id=transfer_id, nonce="ab" * 16, blocks=blocks, **facts), b"w" * 16)
 
 
-def test_a_publish_lists_the_groups_of_all_stages(world: World) -> None:
+def test_a_publish_lists_the_groups_of_all_stages(world):
     host = world.host("p")
     stages = stages_of_groups(world, host)
     for worker in (*stages, world.attach(host, stages[0].spec)):
@@ -252,7 +246,7 @@ def test_a_publish_lists_the_groups_of_all_stages(world: World) -> None:
         assert "without blocks of group 'window'" in second.message
 
 
-def test_a_group_of_a_stage_that_is_not_back_is_waited_for(world: World) -> None:
+def test_a_group_of_a_stage_that_is_not_back_is_waited_for(world):
     host = world.host("p")
     stages = stages_of_groups(world, host)
     known = world.attach(host, stages[0].spec).known
@@ -266,7 +260,7 @@ def test_a_group_of_a_stage_that_is_not_back_is_waited_for(world: World) -> None
     assert len(scheduler.over()) == 1
 
 
-def test_a_transfer_grows_by_the_group_of_a_stage_that_comes_back(world: World) -> None:
+def test_a_transfer_grows_by_the_group_of_a_stage_that_comes_back(world):
     known = stages_of_groups(world, world.host("p"))[0].known
     host = world.host("p")
     (stage,) = stages_of_groups(world, host, only=0)
@@ -293,7 +287,7 @@ def announced(world: World) -> Announcements:
     return world.host("p").node.published.announced
 
 
-def test_what_a_rank_said_early_goes_with_its_process(world: World) -> None:
+def test_what_a_rank_said_early_goes_with_its_process(world):
     worker = world.engine(world.host("p"), "prefill")[0]
     announced, key = worker.host.node.published.announced, (worker.spec.key, TransferId("t1"))
     worker.ready("t1")
@@ -306,9 +300,7 @@ def test_what_a_rank_said_early_goes_with_its_process(world: World) -> None:
     assert not announced.take(key)
 
 
-def test_of_one_mapping_the_furthest_report_counts_and_another_mapping_replaces_it(
-    announced: Announcements,
-) -> None:
+def test_of_one_mapping_the_furthest_report_counts_and_another_mapping_replaces_it(announced):
     for num_tokens in (8, 16, 12):
         announced.add(KEY, RANK, Report(MAPPING, num_tokens), 0)
     assert announced.take(KEY)[RANK].num_tokens == 16
@@ -320,7 +312,7 @@ def test_of_one_mapping_the_furthest_report_counts_and_another_mapping_replaces_
     assert not list(announced)
 
 
-def test_a_publish_takes_no_early_ready_of_other_memory_than_its_own(world: World) -> None:
+def test_a_publish_takes_no_early_ready_of_other_memory_than_its_own(world):
     first, second = world.engine(world.host("p"), "prefill", tp=2)
     node = first.host.node
     key = (first.spec.key, TransferId("t1"))
@@ -332,9 +324,7 @@ def test_a_publish_takes_no_early_ready_of_other_memory_than_its_own(world: Worl
     assert transfer.unready(first.spec) == []
 
 
-def test_a_report_that_is_repeated_after_its_time_is_late_until_nobody_repeats_it(
-    world: World, announced: Announcements
-) -> None:
+def test_a_report_that_is_repeated_after_its_time_is_late_until_nobody_repeats_it(world, announced):
     """One of the same rank that is new counts, and another rank's is its own."""
     request = (BootId("member"), 7)
     world.advance(1)
@@ -352,7 +342,7 @@ def test_a_report_that_is_repeated_after_its_time_is_late_until_nobody_repeats_i
     assert not list(announced)
 
 
-def test_a_report_that_is_replaced_counts_no_more_when_it_is_repeated(announced: Announcements) -> None:
+def test_a_report_that_is_replaced_counts_no_more_when_it_is_repeated(announced):
     boot = BootId("member")
     first, further, equal = (
         Report(MAPPING, num_tokens, (boot, number)) for number, num_tokens in ((1, 8), (2, 16), (3, 16))

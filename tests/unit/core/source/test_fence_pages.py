@@ -7,7 +7,7 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of, spec_of
+from tests.support.simulation import IDS, TOKENS, delivers, mover_of, spec_of
 
 
 @pytest.mark.parametrize("uid", [1001, 0])
@@ -31,7 +31,7 @@ def test_root_is_told_that_it_cannot_publish_for_anothers_engine(world):
     assert "1000" in refused.message
 
 
-def test_a_page_that_no_mover_can_use_ends_its_session_alone(world):
+def test_a_page_that_no_mover_can_use_ends_its_session_alone(world, sink):
     host = world.host("p")
     (rank,) = world.engine(host, "prefill", publish_implies_ready=True)
     mover = mover_of(rank)
@@ -44,9 +44,7 @@ def test_a_page_that_no_mover_can_use_ends_its_session_alone(world):
     assert not bad.connected
     assert mover.alive
     assert mover_of(rank) is mover
-    (sink,) = world.engine(world.host("d"), "decode")
-    ticket = sink.pull(rank.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    assert delivers(rank, sink, "t1")
 
 
 def test_a_refusal_of_a_mover_that_was_not_asked_changes_nothing(world):

@@ -55,11 +55,10 @@ def test_an_incomplete_engine_is_waited_for_and_its_missing_ranks_named(world):
     assert all(name in refused.message for name in ("pp0.tp1", "pp1.tp0", "pp1.tp1"))
 
 
-def test_a_pull_goes_on_when_the_last_rank_comes(world):
+def test_a_pull_goes_on_when_the_last_rank_comes(world, sink):
     host = world.host("p")
     spec = spec_of("prefill", tp=2)
     first = world.register(host, spec)
-    sink = world.engine(world.host("d"), "decode")[0]
     ref = first.publish("t1", IDS, TOKENS)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     assert sink.ended(ticket) is None
@@ -77,8 +76,7 @@ def test_an_old_generation_is_refused_by_name_of_the_new(world):
     assert "prefill@g2" in refused.message
 
 
-def test_a_rank_does_not_read_its_own_engine(world):
-    source = world.engine(world.host("p"), "prefill")[0]
+def test_a_rank_does_not_read_its_own_engine(source):
     ticket = source.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     assert source.ended(ticket).code is Code.NOT_ALLOWED
 

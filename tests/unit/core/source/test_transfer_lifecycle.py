@@ -9,7 +9,7 @@ from kvxferd.core.limits.table import ENDED_TRANSFERS, RETRY_LATER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, delivers, mover_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, delivers, mover_of
 
 
 @pytest.fixture
@@ -21,8 +21,7 @@ def ref(source: Worker) -> TransferRef:
 def test_a_pull_delivers_the_published_bytes_and_releases_the_source(source, sink, ref):
     """Its fence word is overwritten before anybody is told."""
     word = bytes(source.fence[:16])
-    ticket = sink.pull(ref, SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    assert sink.reads(ref)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
     assert source.received(wk.Released) == [wk.Released(transfer_id="t1", why=Code.COMPLETED)]
     assert bytes(source.fence[:16]) != word
@@ -59,20 +58,17 @@ def test_a_release_during_the_read_fails_the_pull_though_its_bytes_arrived(sourc
     source.fill(IDS, TOKENS, seed=2)  # the engine reuses its blocks at once
     mover.finish()
     failed = sink.ended(ticket)
-    assert isinstance(failed, wk.TicketFailed)
     assert failed.code is Code.RELEASED
     assert failed.safe_to_reuse
 
 
-def test_every_rank_of_a_sink_must_acknowledge_before_the_release(world):
-    source = world.engine(world.host("p"), "prefill")[0]
+def test_every_rank_of_a_sink_must_acknowledge_before_the_release(world, source):
     sinks = world.engine(world.host("d"), "decode", tp=2)
     source.fill(IDS, TOKENS, seed=1)
     ref = source.publish("t1", IDS, TOKENS)
     for sink in sinks:
         assert not source.received(wk.Released)
-        ticket = sink.pull(ref, SINK_IDS, TOKENS)
-        assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+        assert sink.reads(ref)
         assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
     assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
@@ -84,11 +80,10 @@ def test_the_same_rank_pulling_twice_is_one_acknowledgement(source, sink):
     assert not source.received(wk.Released)
 
 
-def test_a_scheduler_without_memory_publishes_for_ranks_that_are_ready_by_themselves(world):
+def test_a_scheduler_without_memory_publishes_for_ranks_that_are_ready_by_themselves(world, sink):
     host = world.host("p")
     rank = world.engine(host, "prefill", publish_implies_ready=True)[0]
     scheduler = world.attach(host, rank.spec)
-    sink = world.engine(world.host("d"), "decode")[0]
     rank.fill(IDS, TOKENS, seed=1)
     ref = scheduler.publish("t1", IDS, TOKENS)
     assert sink.reads(ref)
@@ -178,8 +173,7 @@ def test_the_operator_sees_who_holds_a_transfer_and_for_how_long(world, source, 
 
 
 @pytest.mark.parametrize("lease_s", [float("nan"), float("inf"), -1.0, 1e6])
-def test_a_lease_that_is_none_is_refused(world, lease_s):
-    source = world.engine(world.host("p"), "prefill")[0]
+def test_a_lease_that_is_none_is_refused(source, lease_s):
     source.publish("t1", IDS, TOKENS, lease_s=lease_s)
     assert [m.code for m in source.received(wk.PublishRefused)] == [Code.BLOCKS_INVALID]
 
@@ -224,9 +218,7 @@ def test_a_source_mover_that_dies_is_replaced_and_the_transfer_still_readable(wo
 # --- what is remembered of transfers that have ended
 
 
-def test_an_ended_transfer_is_remembered_for_as_long_as_messages_about_it_are_repeated() -> None:
-    world = World()
-    source = world.engine(world.host("p"), "prefill")[0]
+def test_an_ended_transfer_is_remembered_for_as_long_as_messages_about_it_are_repeated(world, source) -> None:
     node = source.host.node
     node.context.ledger[ENDED_TRANSFERS].limit = 16
 

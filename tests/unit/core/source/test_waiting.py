@@ -64,9 +64,7 @@ def waiting() -> tuple[World, Worker]:
     return world, source
 
 
-def test_another_engines_rank_that_comes_and_goes_makes_nobody_look(
-    looked_at: list[object], waiting: tuple[World, Worker]
-) -> None:
+def test_another_engines_rank_that_comes_and_goes_makes_nobody_look(looked_at, waiting):
     world, source = waiting
     looked_at.clear()
     other = world.register(source.host, spec_of("other"))
@@ -75,7 +73,7 @@ def test_another_engines_rank_that_comes_and_goes_makes_nobody_look(
     assert not looked_at
 
 
-def test_the_engines_own_change_is_looked_at(looked_at: list[object], waiting: tuple[World, Worker]) -> None:
+def test_the_engines_own_change_is_looked_at(looked_at, waiting):
     world, source = waiting
     source.close()
     assert len(looked_at) >= 40
@@ -86,10 +84,7 @@ def test_the_engines_own_change_is_looked_at(looked_at: list[object], waiting: t
     assert not kept._share.held
 
 
-def test_what_many_wait_for_is_looked_at_in_turns(
-    looked_at: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World()
+def test_what_many_wait_for_is_looked_at_in_turns(world, looked_at, monkeypatch):
     world.hold_network = True
     source = world.register(world.host("p"), spec_of("prefill"))
     node = source.host.node
@@ -116,9 +111,7 @@ def test_what_many_wait_for_is_looked_at_in_turns(
     assert not node.waiting._due
 
 
-def test_a_mover_that_repeats_itself_makes_nobody_look(
-    looked_at: list[object], waiting: tuple[World, Worker]
-) -> None:
+def test_a_mover_that_repeats_itself_makes_nobody_look(looked_at, waiting):
     _, source = waiting
     mover = next(iter(source.host.movers.values()))
     looked_at.clear()
@@ -129,9 +122,8 @@ def test_a_mover_that_repeats_itself_makes_nobody_look(
 
 
 @pytest.mark.parametrize("is_repeated", [True, False])
-def test_what_nobody_sends_again_waits_no_more(is_repeated: bool) -> None:
+def test_what_nobody_sends_again_waits_no_more(world, is_repeated):
     """Its reader is dead: granted, it would keep the transfer for a lease."""
-    world = World()
     source = world.register(world.host("p"), spec_of("prefill", tp=2))
     source.fill(IDS, TOKENS, seed=1)
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "t", "n")
@@ -151,9 +143,8 @@ def test_what_nobody_sends_again_waits_no_more(is_repeated: bool) -> None:
     assert len(source.host.node.waiting) == 0
 
 
-def test_a_reader_that_waits_keeps_its_movers_polling_though_a_grant_of_its_name_ends() -> None:
+def test_a_reader_that_waits_keeps_its_movers_polling_though_a_grant_of_its_name_ends(world):
     """The next mover of one rank does not poll yet, while the reader's former grant has lapsed."""
-    world = World()
     first, second = world.engine(world.host("p"), "prefill", tp=2)
     node = first.host.node
     ref = first.publish("t", IDS, TOKENS, lease_s=120.0)
@@ -177,7 +168,7 @@ def test_a_reader_that_waits_keeps_its_movers_polling_though_a_grant_of_its_name
     assert first_mover.attended
 
 
-def test_a_release_refuses_those_that_wait_for_the_transfer(waiting: tuple[World, Worker]) -> None:
+def test_a_release_refuses_those_that_wait_for_the_transfer(waiting):
     world, source = waiting
     second = world.register(source.host, spec_of("prefill", tp=2, tp_rank=1))
     agents = [source.host.node.sessions[worker.session].rank.agent for worker in (source, second)]
