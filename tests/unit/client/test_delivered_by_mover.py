@@ -46,7 +46,7 @@ def test_a_mover_that_outlives_its_daemon_is_believed(stage: Stage) -> None:
 
 def test_a_notice_counts_before_the_deadline(stage: Stage) -> None:
     rank = stage.rank()
-    told, untold = (stage.pull(rank, deadline_s=0.05) for _ in range(2))
+    told, untold = (stage.pull(rank, deadline_s=0.3) for _ in range(2))
     stage.side.deliver(word_of(told))
     assert stage.side.expect(worker.Cancel).ticket == untold.number  # both are due now
     first, second = events_of(rank, 2)

@@ -33,9 +33,20 @@ def segment(driver: FakeDriver) -> Iterator[Segment]:
         yield made
 
 
+@pytest.fixture
+def host() -> Iterator[SealedMemory]:
+    with SealedMemory.create(UNIT) as made:
+        yield made
+
+
 def layout_of(**sizes: int) -> RankLayout:
     regions = tuple(RegionSpec(RegionId(name), size) for name, size in sizes.items())
     return RankLayout(0, 1, groups=(), tensors=(), regions=regions)
+
+
+def at(memory: SealedMemory, offset: int) -> SharedMemory:
+    """What lies there."""
+    return SharedMemory(memory, offset, 4096, MemoryPlacement.MEMFD, {})
 
 
 def memory_of(segment: Segment, offset: int, size: int) -> DeviceMemory:
@@ -56,16 +67,42 @@ def test_regions_share_the_allocations_that_they_share(segment: Segment) -> None
     exports.close()
 
 
-def test_host_and_gpu_memory_together_and_their_descriptors_are_closed_again(segment: Segment) -> None:
+def test_host_and_gpu_memory_together_and_their_descriptors_are_closed_again(
+    segment: Segment, host: SealedMemory
+) -> None:
     before = num_open_fds()
-    with SealedMemory.create(UNIT) as host:
-        shared = SharedMemory(memory_of(segment, 0, 5 * UNIT), 100, UNIT, MemoryPlacement.EXPORTED, {})
-        exports = export_memory(layout_of(gpu=UNIT, host=UNIT), {"gpu": shared, "host": host})
-        gpu, memfd = exports.regions
-        assert (memfd.kind, memfd.fd_index) == ("memfd", 0)
-        assert (gpu.fd_index, gpu.fd_offset, gpu.pieces) == (1, 100, (2 * UNIT,)), "no more than is needed"
-        exports.close()
+    shared = SharedMemory(memory_of(segment, 0, 5 * UNIT), 100, UNIT, MemoryPlacement.EXPORTED, {})
+    exports = export_memory(layout_of(gpu=UNIT, host=UNIT), {"gpu": shared, "host": host})
+    gpu, memfd = exports.regions
+    assert (memfd.kind, memfd.fd_index) == ("memfd", 0)
+    assert (gpu.fd_index, gpu.fd_offset, gpu.pieces) == (1, 100, (2 * UNIT,)), "no more than is needed"
+    exports.close()
     assert num_open_fds() == before
+
+
+def test_regions_of_one_memory_share_a_descriptor(host: SealedMemory) -> None:
+    shared = {RegionId("b"): at(host, 4096), RegionId("a"): host}
+    exports = export_memory(layout_of(a=4096, b=8192), shared)
+    assert [(r.region, r.fd_index, r.fd_offset) for r in exports.regions] == [("a", 0, 0), ("b", 0, 4096)]
+    assert len(exports.fds) == 1
+    exports.close()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "code", "words"),
+    [
+        ({}, Code.REGION_INVALID, "no memory given for regions"),  # forgotten
+        ({"a": 0, "x": 0}, Code.REGION_INVALID, "has no regions"),  # one too many
+        ({"a": UNIT}, Code.REGION_TOO_SMALL, f"bytes {UNIT} to"),  # does not fit behind its offset
+        ({"a": -1}, Code.REGION_INVALID, "give 0 or more"),
+    ],
+)
+def test_regions_that_cannot_be_exported(
+    host: SealedMemory, offsets: dict[str, int], code: Code, words: str
+) -> None:
+    with pytest.raises(EngineError, match=words) as refused:
+        export_memory(layout_of(a=UNIT), {name: at(host, offset) for name, offset in offsets.items()})
+    assert refused.value.code is code
 
 
 def test_plain_memory_leads_to_a_resident_mover(driver: FakeDriver) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
+
 import pytest
 
 from kvxferd.client import BlockList, RankHandle
 from kvxferd.errors import Code, EngineError
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
+from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds
 from kvxferd.wire.limits import IDS_PART_BYTES
 from tests.support.client_harness import Kernel, Stage
@@ -45,22 +49,33 @@ def test_a_transfer_grows(stage: Stage) -> None:
         assert (report.ready_tokens, report.incarnation) == (-1, extended.incarnation)
 
 
-@pytest.mark.parametrize("is_report", [True, False])
-def test_many_blocks_are_sent_at_once_and_whole(stage: Stage, is_report: bool) -> None:
-    """More ids than a frame holds go in parts, and the last part waits for no later request."""
+IDS = array("i", range(2 * IDS_PART_BYTES // 4 + 1))
+MANY = {"full": BlockList(ids=IDS)}
+TOKENS = 16 * len(IDS)
+IN_PARTS: dict[str, Callable[[RankHandle], object]] = {
+    "publish": lambda rank: rank.publish("t2", MANY, TOKENS),
+    "ready": lambda rank: rank.ready("t1", 16, MANY),
+    "add_blocks": lambda rank: rank.add_blocks("t1", MANY),
+}
+
+
+@pytest.mark.parametrize("ask", IN_PARTS.values(), ids=IN_PARTS)
+def test_more_blocks_than_a_frame_holds_go_in_parts_and_whole(
+    stage: Stage, ask: Callable[[RankHandle], object]
+) -> None:
+    """The last part waits for no later request."""
     rank = stage.rank()
-    num_ids = IDS_PART_BYTES // 4 + 1
-    many = {"full": BlockList(ids=[0] * num_ids)}
-    rank.publish("t1", {}, num_ids * 16, ready_tokens=0)
+    rank.publish("t1", {}, TOKENS, ready_tokens=0)
     stage.side.expect(worker.Publish)
-    if is_report:
-        rank.ready("t1", 16, many)
-    else:
-        rank.add_blocks("t1", many)
-    parts = [stage.side.expect(BlockIds).ids for _ in range(2)]
-    extended = stage.side.expect(worker.Ready)
-    assert len(b"".join(parts)) == 4 * num_ids
-    assert extended.ready_tokens == (16 if is_report else -1)
+    ask(rank)
+    assembly, num_parts = BlockIdAssembly(), 0
+    while isinstance(message := stage.side.receive()[0], BlockIds):
+        assert len(message.ids) <= IDS_PART_BYTES
+        assembly.add(message)
+        num_parts += 1
+    assert num_parts == 3
+    assert isinstance(message, worker.Publish | worker.Ready)
+    assert assembly.complete(message.blocks, message.stream)["full"].ids == IDS.tobytes()
 
 
 @pytest.mark.parametrize("first", [16, 48, -16])

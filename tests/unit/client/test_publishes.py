@@ -17,9 +17,7 @@ from kvxferd.ids import Rank
 from kvxferd.layout import unpack_ids
 from kvxferd.memory import FencePage
 from kvxferd.wire import worker
-from kvxferd.wire.block_id_parts import BlockIdAssembly
-from kvxferd.wire.common import BlockIds
-from kvxferd.wire.limits import FENCE_SLOTS, IDS_PART_BYTES
+from kvxferd.wire.limits import FENCE_SLOTS
 from tests.support.client_harness import REGION, Kernel, Stage, blocks, events_of, one_event
 from tests.support.nodes.waiting import wait_until
 from tests.support.scripted_daemon import ENDPOINT, WAIT_S, DaemonSide
@@ -104,22 +102,6 @@ def test_slots_run_out_and_come_back(stage: Stage) -> None:
     assert stage.publish(rank, "one-more").fence_slot == slots[77]
 
 
-def test_long_lists_travel_in_parts_before_their_publish(stage: Stage) -> None:
-    rank = stage.rank()
-    ids = np.arange(300_000, dtype=np.int32) % 16
-    rank.publish("long", {"full": BlockList(ids=ids)}, num_tokens=300_000 * 16)
-    rank.publish("short", blocks(), num_tokens=48)
-    assembly, num_parts = BlockIdAssembly(), 0
-    while isinstance(message := stage.side.receive()[0], BlockIds):
-        assert len(message.ids) <= IDS_PART_BYTES
-        assembly.add(message)
-        num_parts += 1
-    assert isinstance(message, worker.Publish)
-    assert num_parts == 3
-    assert assembly.complete(message.blocks, message.stream)["full"].ids == ids.tobytes()
-    assert stage.side.expect(worker.Publish).transfer_id == "short"
-
-
 def test_ids_may_be_changed_once_publish_has_returned(stage: Stage) -> None:
     rank = stage.rank()
     ids = np.array([7, 8, 9], dtype=np.int32)
@@ -140,7 +122,7 @@ def test_forms_of_ids(stage: Stage, ids: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "words"),
+    ("listed", "words"),
     [
         (BlockList(ids=np.array([1, 2])), "format 'l'"),  # int64 would be cut
         (BlockList(ids=np.array([1.0], dtype=np.float32)), "format 'f'"),
@@ -155,20 +137,12 @@ def test_forms_of_ids(stage: Stage, ids: object) -> None:
         (BlockList(ids=np.array([[1, 2]], dtype=np.int32), borrowed=True), "full"),
     ],
 )
-def test_ids_that_are_refused_here(stage: Stage, blocks: BlockList, words: str) -> None:
+def test_ids_that_are_refused_here(stage: Stage, listed: BlockList, words: str) -> None:
     rank = stage.rank()
     with pytest.raises(EngineError, match=words) as refused:
-        rank.publish("req-1", {"full": blocks}, num_tokens=32)
+        rank.publish("req-1", {"full": listed}, num_tokens=32)
     assert refused.value.code is Code.BLOCKS_INVALID
     assert stage.side.is_silent()
-
-
-def test_a_rank_hears_of_transfers_that_another_session_published(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.ready("from-the-scheduler")
-    stage.side.expect(worker.Ready)
-    stage.side.say(worker.Released(transfer_id="from-the-scheduler", why=Code.COMPLETED))
-    assert one_event(rank) == Released("from-the-scheduler", Code.COMPLETED)
 
 
 def test_closing_overwrites_every_word_first(stage: Stage) -> None:

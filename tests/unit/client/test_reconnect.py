@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -100,21 +99,6 @@ def test_a_restarted_daemon_gets_everything_that_is_not_released(stage: Stage) -
     assert [side.expect(worker.Ready).transfer_id for _ in range(2)] == ["kept", "of-the-scheduler"]
     assert side.is_silent()
     assert rank.publish("later", blocks(), num_tokens=48).endpoint == "tcp://10.0.0.1:8802"
-
-
-def test_readiness_for_others_is_not_said_again_after_a_lease(stage: Stage) -> None:
-    rank = stage.rank(lease_s=0.2)
-    stage.publish(rank, "own", lease_s=30.0)
-    rank.ready("own")
-    rank.ready("of-the-scheduler")
-    said_at = time.monotonic()
-    stage.daemon.stop()
-    wait_until(lambda: time.monotonic() > said_at + 0.2, "a lease passed")
-    stage.daemon.start()
-    side = stage.rejoin(lease_s=0.2)
-    assert side.expect(worker.Publish).transfer_id == "own"
-    assert side.expect(worker.Ready).transfer_id == "own"
-    assert side.is_silent()
 
 
 def test_unpublish_without_a_daemon_is_done_at_once(stage: Stage) -> None:

@@ -27,7 +27,7 @@ from kvxferd.client.pulls import (
 from kvxferd.client.registration import RankRole
 from kvxferd.client.session import HANDSHAKE_TIMEOUT_S, REREGISTER_TIMEOUT_S, ClientSession
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import Endpoint, TransferId
+from kvxferd.ids import Endpoint, Incarnation, TransferId
 from kvxferd.memory import FencePage
 from kvxferd.wire import worker
 from kvxferd.wire.common import Message
@@ -280,6 +280,15 @@ def test_without_a_daemon_the_word_is_overwritten_before_the_event(page: FencePa
     publishes.release_locally(TransferId("t1"), Code.LEASE_EXPIRED)
     assert len(words) == 1
     assert words[0] != word
+
+
+def test_readiness_for_others_is_not_said_again_after_a_lease(requests: Requests) -> None:
+    own = requests.publish(expires_at=90.0)
+    for transfer_id in (own.transfer_id, TransferId("of-the-scheduler")):
+        requests.publishes.remember_ready(transfer_id, now=1.0, incarnation=Incarnation("first"))
+    for now, said in ((30.9, ["req-1", "of-the-scheduler"]), (31.0, ["req-1"])):
+        _, *reports = requests.publishes.replay(now, lease_s=30.0)
+        assert [report.transfer_id for report in reports] == said
 
 
 # --- daemons that do not reply, and memory that is taken back

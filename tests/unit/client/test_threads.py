@@ -94,7 +94,7 @@ def test_a_bug_in_the_thread_leaves_nobody_waiting(stage: Stage, monkeypatch: py
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_before_a_fence_page_is_taken_leaves_no_descriptor(
+def test_a_bug_before_a_fence_page_is_taken_leaves_no_caller_and_no_descriptor(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: ClientSession, message: worker.DaemonMessage) -> bool:
