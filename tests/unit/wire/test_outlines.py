@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -46,27 +48,22 @@ def test_what_is_put_together_is_what_was_sent():
     assert PEER_OUTLINES.decode(encode(RequestDone(request=1))) == RequestDone(request=1)
 
 
-def dense(count: int) -> bytes:
-    """An array of as many tuples of two numbers."""
-    return b"\xdd" + count.to_bytes(4, "big") + b"\x92\x01\x01" * count
+NUMBERS = MAX_ENTRY_BYTES // 3  # of two numbers each, in three bytes
+LONG = b"\xdd" + NUMBERS.to_bytes(4, "big") + b"\x92\x01\x01" * NUMBERS
 
 
-def test_one_entry_is_not_decoded_where_it_is_too_long():
-    join = JoinRank(request=7, boot="b", manifest=manifest(), secret="s")
-    plain = msgspec.msgpack.decode(encode(join))
-    plain["manifest"]["binding"]["regions"][0][6:] = [msgspec.Raw(dense(MAX_ENTRY_BYTES // 3))]
-    payload = msgspec.msgpack.encode(plain)
-    outline = PEER_OUTLINES.decode(payload)
-    assert isinstance(outline, JoinRankOutline)
-    with pytest.raises(ProtocolError, match="entry of"):
-        decode_join_rank(outline)
-
-
-@pytest.mark.parametrize("kind", ["binding", "layout"])
-def test_more_entries_than_there_can_be_are_not_decoded(kind: str):
+@pytest.mark.parametrize(
+    ("kind", "regions", "why"),
+    [
+        ("binding", [["kv", 4096, 4096, *[""] * 3, msgspec.Raw(LONG)]], "entry of"),  # one that is long
+        ("binding", [1] * 1025, "length <= 1024"),  # more than there can be
+        ("layout", [1] * 1025, "length <= 1024"),
+    ],
+)
+def test_what_would_take_long_is_not_decoded(kind: str, regions: list[Any], why: str):
     plain = msgspec.msgpack.decode(encode(JoinRank(request=7, boot="b", manifest=manifest(), secret="s")))
-    plain["manifest"][kind]["regions"] = [1] * 1025
-    with pytest.raises(ProtocolError, match="length <= 1024"):
+    plain["manifest"][kind]["regions"] = regions
+    with pytest.raises(ProtocolError, match=why):
         decode_join_rank(PEER_OUTLINES.decode(msgspec.msgpack.encode(plain)))  # type: ignore[arg-type]
 
 
