@@ -16,34 +16,20 @@ MANY = 1100
 PACKAGE = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def pipe():
-    ends = os.pipe()
-    yield ends
-    for fd in ends:
-        os.close(fd)
-
-
-def test_what_is_there_is_found_and_what_is_not_is_waited_for(pipe: tuple[int, int]) -> None:
-    ours, theirs = pipe
+def test_what_is_there_is_found_and_what_is_not_is_waited_for() -> None:
+    ours, theirs = os.pipe()
     poll = PreciseWait(ours)
     assert not poll.wait(0.0)
     assert not poll.wait(1e-4)
     assert wait_readable([ours], 0.0) == []
     assert wait_writable(theirs, 0.0)
+    assert PreciseWait(theirs).wait(None, writable=True) is False, "room to write is nothing to read"
     os.write(theirs, b"x")
     assert poll.wait(None)
     assert wait_readable([ours]) == [ours]
-
-
-def test_room_to_write_ends_a_wait_and_is_nothing_to_read(pipe: tuple[int, int]) -> None:
-    assert PreciseWait(pipe[1]).wait(None, writable=True) is False
-
-
-def test_the_other_ends_end_is_something_to_read() -> None:
-    ours, theirs = os.pipe()
+    os.read(ours, 1)
     os.close(theirs)
-    assert PreciseWait(ours).wait(None)
+    assert poll.wait(None), "the other end's end is something to read"
     assert wait_readable([ours]) == [ours]
     os.close(ours)
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from kvxferd.import_blocking import block_import
+
 LIBRARIES = ("torch", "nixl", "rixl")
 COMPLETION = """
 from click.shell_completion import ShellComplete
@@ -14,8 +16,6 @@ from kvxferd.cli.root import VERBS, root
 shell = ShellComplete(root, {}, "kvxferd", "_KVXFERD_COMPLETE")
 shell.get_completions([], "")
 """
-
-pytestmark = pytest.mark.process
 
 
 def loaded_by(program: str) -> set[str]:
@@ -27,6 +27,7 @@ def loaded_by(program: str) -> set[str]:
     return set(done.stdout.split("\n")) - {""}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("program", "absent"),
     [
@@ -57,9 +58,20 @@ def test_what_is_not_loaded(program: str, absent: tuple[str, ...]) -> None:
     assert {name for name in loaded for one in absent if f"{name}.".startswith(f"{one}.")} == set()
 
 
+@pytest.mark.process
 def test_the_client_loads_msgspec_and_the_standard_library_alone() -> None:
     """An engine's process has its own numpy, torch and event loop, or none."""
     loaded = {name.partition(".")[0] for name in loaded_by("import kvxferd.client")}
     # msgspec itself looks whether typing_extensions is there.
     assert loaded - sys.stdlib_module_names - {"typing_extensions"} == {"kvxferd", "msgspec"}
     assert "asyncio" not in loaded
+
+
+def test_what_is_hidden_cannot_be_imported_and_can_be_later() -> None:
+    with pytest.raises(ImportError), block_import("wave"):
+        import wave
+    import wave  # noqa: F401
+
+    with block_import("sys"):
+        import sys as again
+    assert again is sys, "what is there stays"

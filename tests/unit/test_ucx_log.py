@@ -19,17 +19,14 @@ CMA = (
 )
 
 
-def test_a_line_says_whose_it_is() -> None:
+def test_a_line_says_whose_it_is_and_how_it_connects() -> None:
     line = parse_line(HEAD + CMA)
     assert line is not None
     assert (line.pid, line.level) == (12239, "INFO")
     assert parse_transports(line.text) == TransportsUsed("node", ("tcp/lo", "cma/memory"))
-
-
-def test_a_short_pid_is_padded_with_spaces() -> None:
-    said = parse_line("[1795273373.826581] [vm:1    :0]   parser.c:2587 UCX  WARN  unused variable: UCX_X")
-    assert said == UcxLine(1, "WARN", "unused variable: UCX_X")
-    assert parse_transports(said.text) is None
+    padded = parse_line("[1795273373.826581] [vm:1    :0]   parser.c:2587 UCX  WARN  unused variable: UCX_X")
+    assert padded == UcxLine(1, "WARN", "unused variable: UCX_X")
+    assert parse_transports(padded.text) is None
 
 
 @pytest.mark.parametrize(
@@ -60,10 +57,7 @@ def test_data_goes_over_the_best_that_is_there(text: str, reach: str, data: str)
     lanes = parse_transports(text)
     assert lanes is not None
     assert (lanes.reach, data_transports(lanes.transports)) == (reach, data)
-
-
-def test_nothing_is_known_before_a_connection() -> None:
-    assert data_transports(()) == ""
+    assert data_transports(()) == "", "nothing is known before a connection"
 
 
 @pytest.mark.parametrize(
