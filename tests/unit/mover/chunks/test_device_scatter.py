@@ -88,6 +88,19 @@ def test_bytes_arrive_through_chunks_of_the_gpu(bench: Bench, driver: CountingDr
     assert set(states(bench)) == {ChunkState.FREE}
 
 
+@pytest.mark.parametrize(
+    ("lengths", "is_scattered"),
+    [([32], False), ([16, 16], True), ([16, 32], False), ([16, 16, 16, 32], True)],
+)
+def test_what_has_few_copies_of_a_length_is_not_scattered(
+    bench: Bench, lengths: list[int], is_scattered: bool
+) -> None:
+    zeros = {length: np.zeros(lengths.count(length), dtype=np.int64) for length in lengths}
+    form = StretchForm(sum(lengths), 1, tuple(Copies(length, at, at, None) for length, at in zeros.items()))
+    assert bench.device is not None
+    assert bench.device.can_scatter(form) == is_scattered
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_writes_of_a_network_card_are_flushed_before_each_copy(driver: CountingDriver, fails: bool) -> None:
     """Where that fails, bytes that are sent may reach the chunk later, and never the blocks."""

@@ -90,3 +90,22 @@ def test_scatters_run_in_the_engines_steps_where_no_thread_can_be_started(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     bench = Bench(chunk_bytes=64 << 10, scatterer=Scatterer())
     assert bench.pull(scattered(100)).delivered
+
+
+def test_a_step_without_a_thread_is_bounded_in_time() -> None:
+    now = [0.0]
+    inline = Scatterer(lambda: now[0], starts_thread=False)
+
+    def pieces() -> Iterator[None]:
+        while True:
+            now[0] += 1e-4
+            yield
+
+    job = ScatterJob(pieces())
+    inline.start(job)
+    assert inline.step()
+    assert now[0] == pytest.approx(3e-4, abs=1.5e-4)
+    job.cancel()
+    inline.step()
+    assert job.is_over
+    assert not inline.step()
