@@ -246,8 +246,7 @@ def extends(engines: Engines) -> Figures:
     from kvxferd.client import BlockList
 
     rank, called, num_chunks = engines.ranks[PREFILL].rank, [], EXTENDED * NUM_BLOCKS
-    listed = engines.ranks[PREFILL].block_lists(engines.requests[PREFILL])
-    ids = {group: list(blocks.ids) for group, blocks in listed.items()}
+    ids = engines.requests[PREFILL].ids
     before = engines.processor_us(PREFILL)
     for _ in range(EXTENDED):
         name = secrets.token_hex(8)
@@ -256,7 +255,7 @@ def extends(engines: Engines) -> Figures:
             time.sleep(EXTEND_PAUSE_S)
             tokens = engines.pair.num_tokens * (number + 1) // NUM_BLOCKS
             began = time.thread_time()
-            rank.ready(name, tokens, {group: BlockList(ids=[of[number]]) for group, of in ids.items()})
+            rank.ready(name, tokens, {group: BlockList(ids=[int(of[number])]) for group, of in ids.items()})
             called.append(1e6 * (time.thread_time() - began))
         rank.unpublish(ref)
     spent = engines.processor_us(PREFILL) - before

@@ -13,7 +13,7 @@ from kvxferd.core.limits.table import RETRY_AFTER_S
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.rank import LocalRank, RankState
+from kvxferd.core.ranks.rank import LocalRank, RankState, Reported
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, TransferId
@@ -132,6 +132,8 @@ class Member:
     def leave(self, rank: LocalRank) -> None:
         """Leave the home, if the rank has joined it: it is gone, sleeps, or has no mover now."""
         self._context.timers.cancel(("heartbeat", rank.session))
+        for reported in rank.reported.values():
+            self._context.put_off(rank.uid, partial(self._peer_requests.cancel, reported.request))
         rank.reported.clear()  # its home ends what it has written
         if rank.joined is None:
             return
@@ -155,7 +157,8 @@ class Member:
 
         `ready_tokens`: so many tokens of it; -1: all.
         """
-        rank.reported[transfer_id] = incarnation, ready_tokens
+        former = rank.reported.get(transfer_id)
+        rank.reported[transfer_id] = Reported(incarnation, ready_tokens, former.request if former else 0)
         rank.reported.move_to_end(transfer_id)
         if len(rank.reported) > MAX_REPORTED:
             rank.reported.popitem(last=False)
@@ -165,17 +168,18 @@ class Member:
         """Send what the rank has reported of a transfer, unless that is released or the rank has left."""
         if transfer_id not in rank.reported:
             return
-        incarnation, ready_tokens = rank.reported[transfer_id]
-        spec = rank.spec
+        reported, spec, request = rank.reported[transfer_id], rank.spec, self._peer_requests.next_id()
+        self._peer_requests.cancel(reported.request)  # this one says as much, or more
+        rank.reported[transfer_id] = reported._replace(request=request)
         message = RankReady(
-            request=self._peer_requests.next_id(),
+            request=request,
             engine_id=spec.engine_id,
             generation=spec.generation,
             rank=spec.rank,
             transfer_id=transfer_id,
-            incarnation=incarnation,
+            incarnation=reported.incarnation,
             secret=self._secret,
-            ready_tokens=ready_tokens,
+            ready_tokens=reported.ready_tokens,
         )
         self._peers.request(spec.home, message, self._context.settings.acknowledge_for_s, rank.uid, rank)
 

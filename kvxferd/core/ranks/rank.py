@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -84,6 +84,14 @@ TRANSITIONS: dict[tuple[RankState, RankTrigger], RankState] = {
 }
 
 
+class Reported(NamedTuple):
+    """What a rank has last reported to its home of a transfer."""
+
+    incarnation: Incarnation
+    ready_tokens: int
+    request: int  # the last RankReady with it; 0: none was sent
+
+
 @dataclass(slots=True)
 class LocalRank:
     """A rank whose worker is connected here."""
@@ -110,7 +118,7 @@ class LocalRank:
     asked_to_poll: bool = False  # by its home, since the last JoinRank was sent
     polling_request: int = 0  # of its home, which gets a reply once the mover polls; 0: there is none
     # What it has reported as written and not heard to be released, the latest: a home that restarts lost it.
-    reported: OrderedDict[TransferId, tuple[Incarnation, int]] = field(default_factory=OrderedDict)
+    reported: OrderedDict[TransferId, Reported] = field(default_factory=OrderedDict)
     encoded: msgspec.Raw | None = None  # its manifest, as readers and its home get it; None: it was not bound
     placement: MeasuredPlacement = field(default_factory=MeasuredPlacement)
     transports_used: tuple[TransportsUsed, ...] = ()  # how its mover has connected so far

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kvxferd.core import events as ev
+from kvxferd.core.limits.table import EARLY_READY
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
@@ -259,6 +260,21 @@ def test_reports_that_wait_for_a_rank_to_join_do_not_keep_it_from_joining(world,
     world.register(home, stages[0].spec)
     world.advance(10)
     assert record_of(home)
+
+
+def test_a_report_is_one_request_and_ends_with_its_rank(world, stages, member):
+    """A home that has no room for it sends no reply, and each home that is new is told again."""
+    share = member.node.peers._open_request_share
+    stages[1].ready("early")
+    for _ in range(3):
+        home = world.host("p0")  # another daemon on the same endpoint
+        home.node.context.ledger[EARLY_READY].limit = 0
+        world.register(home, stages[0].spec)
+        world.advance(10)
+    assert share.held == 1
+    stages[1].close()
+    world.advance(1)
+    assert share.held == 0
 
 
 def test_a_report_that_found_no_room_is_sent_once_there_is_some(world, stages, reader, monkeypatch):
