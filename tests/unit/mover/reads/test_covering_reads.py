@@ -8,6 +8,7 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.ids import PullId
 from kvxferd.mover.chunks.chunk_pool import IDLE_S, STUCK_S, ChunkState
+from kvxferd.mover.chunks.scatterer import ScatterJob
 from kvxferd.mover.reads import covering_reads
 from kvxferd.mover.transport.base import TransportError
 from kvxferd.mover.transport.staging_source import CHUNK_REPLY_TIMEOUT_S
@@ -204,6 +205,22 @@ def test_a_copy_that_would_leave_the_region_fails_the_pull(by_hand: ManualScatte
     bench.run()
     outcome = bench.outcomes()[number]
     assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.INTERNAL)
+
+
+def test_the_engine_copies_only_where_no_read_is_in_flight(by_hand: ManualScatterer) -> None:
+    """A read is polled: over TCP the bytes come no sooner than that."""
+    helped = []
+    by_hand.help = lambda: bool(by_hand.jobs) and not helped.append(by_hand.copy_once())  # type: ignore[method-assign,func-returns-value]
+    bench = Bench(chunk_bytes=CHUNK, scatterer=by_hand)
+    assert bench.pull(scattered(8)).delivered
+    assert helped
+    bench.fabric.stalled |= set(bench.agents)
+    bench.start(scattered(8))
+    bench.run()
+    helped.clear()
+    by_hand.start(ScatterJob(iter([None])))
+    bench.run()
+    assert not helped
 
 
 def test_each_pull_is_read_in_the_way_that_is_predicted_to_take_less() -> None:
