@@ -153,7 +153,8 @@ class WorkerRequests:
         if rank.is_asleep or rank.request is not None:
             raise EngineError(f"{what}: the rank is suspended; resume it first", Code.SUSPENDED)
         if not 0 < message.deadline_s <= MAX_PULL_S:
-            raise EngineError(f"{what}: a deadline of {message.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")
+            text = f"{what}: a deadline of {message.deadline_s} s; give 0 to {MAX_PULL_S:.0f}"
+            raise EngineError(text, Code.BAD_REQUEST)
         ref = self._parse_ref(message.ref)
         check_blocks(rank.rules, blocks, message.num_tokens)
         self._pulls.source_breaker.check(rank.uid, ref, what)

@@ -20,7 +20,7 @@ from kvxferd.layout.tensors import (
     UnitRange,
     num_units,
 )
-from kvxferd.layout.validate import MAX_BYTES, validate_layout, validate_spec
+from kvxferd.layout.validate import MAX_BYTES, check_types, validate_layout, validate_spec
 
 LAYER, KV, BLOCK, TOKEN, HEAD, HEAD_DIM = DIMENSIONS = ("layer", "kv", "block", "token", "head", "head_dim")
 _DEFAULT_GROUP = GroupName("full")
@@ -84,6 +84,7 @@ def from_tensors(
             a dimension that repeats its elements (stride 0), steps backwards, or overlaps another; sizes
             that are not the group's or the rank's; two tensors of a group that share bytes.
     """
+    check_types(spec)
     validate_spec(spec)
     if not tensors or not isinstance(tensors, Mapping):
         raise LayoutError("cannot describe a cache without tensors: give a NamedTensor for each, by its name")

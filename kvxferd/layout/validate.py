@@ -78,12 +78,16 @@ def validate_layout(spec: EngineSpec, layout: RankLayout) -> None:
     _check_overlaps(layout, groups)
 
 
-def validate_spec(spec: EngineSpec) -> None:
-    """Raise LayoutError for impossible sizes of an engine, or an impossible position of this rank in it."""
+def check_types(spec: EngineSpec) -> None:
+    """Raise LayoutError for a field of another type. A specification that was decoded has the right ones."""
     try:
         msgspec.convert(msgspec.structs.asdict(spec), EngineSpec)
     except msgspec.ValidationError as error:
         raise LayoutError(f"cannot use this engine's specification: {error}") from error
+
+
+def validate_spec(spec: EngineSpec) -> None:
+    """Raise LayoutError for impossible sizes of an engine, or an impossible position of this rank in it."""
     for name, text in (("engine_id", spec.engine_id), ("generation", spec.generation)):
         _check_name(text, name)
     _require(

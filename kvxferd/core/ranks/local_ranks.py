@@ -409,6 +409,7 @@ class LocalRanks:
 
     def _end_movers(self, rank: LocalRank, trigger: RankTrigger) -> None:
         self._member.leave(rank)
+        self._member.forget_reports(rank)
         self._movers.kill_all(rank.session)
         self._move(rank, trigger)
 

@@ -132,9 +132,6 @@ class Member:
     def leave(self, rank: LocalRank) -> None:
         """Leave the home, if the rank has joined it: it is gone, sleeps, or has no mover now."""
         self._context.timers.cancel(("heartbeat", rank.session))
-        for reported in rank.reported.values():
-            self._context.put_off(rank.uid, partial(self._peer_requests.cancel, reported.request))
-        rank.reported.clear()  # its home ends what it has written
         if rank.joined is None:
             return
         rank.joined = None
@@ -149,6 +146,12 @@ class Member:
         )
         timeout_s = self._context.settings.acknowledge_for_s
         self._peers.request(rank.spec.home, message, timeout_s, rank.uid, is_vital=True)
+
+    def forget_reports(self, rank: LocalRank) -> None:
+        """Report nothing any more: the rank is gone, or sleeps, and its home ends what it has written."""
+        for reported in rank.reported.values():
+            self._context.put_off(rank.uid, partial(self._peer_requests.cancel, reported.request))
+        rank.reported.clear()
 
     def report_ready(
         self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int = -1
@@ -169,7 +172,6 @@ class Member:
         if transfer_id not in rank.reported:
             return
         reported, spec, request = rank.reported[transfer_id], rank.spec, self._peer_requests.next_id()
-        self._peer_requests.cancel(reported.request)  # this one says as much, or more
         rank.reported[transfer_id] = reported._replace(request=request)
         message = RankReady(
             request=request,
@@ -182,6 +184,7 @@ class Member:
             ready_tokens=reported.ready_tokens,
         )
         self._peers.request(spec.home, message, self._context.settings.acknowledge_for_s, rank.uid, rank)
+        self._peer_requests.cancel(reported.request)  # this one says as much, or more; a peer is kept by one
 
     def report_answered(self, rank: LocalRank, report: RankReady, reply: ReplyMessage) -> None:
         """Report once more what found no room among its user's requests: pulls there may wait for it."""

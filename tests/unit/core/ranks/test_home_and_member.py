@@ -277,6 +277,39 @@ def test_a_report_is_one_request_and_ends_with_its_rank(world, stages, member):
     assert share.held == 0
 
 
+@pytest.mark.parametrize("lost", ["on the way", "for want of room"])
+def test_a_report_outlives_its_mover(world, stages, reader, lost):
+    """The memory is the same with the next one, and the worker does not say it again."""
+    ledger = stages[0].host.node.context.ledger
+    limit = ledger[EARLY_READY].limit
+    if lost == "on the way":
+        world.cut.add(("p1", "p0"))
+    else:
+        ledger[EARLY_READY].limit = 0
+    stages[1].ready("t1")
+    world.advance(3)
+    mover_of(stages[1]).die()
+    world.advance(2)
+    world.cut.clear()
+    ledger[EARLY_READY].limit = limit
+    world.advance(5)
+    assert reader.reads(stages[0].publish("t1", IDS, TOKENS))
+
+
+def test_reports_of_progress_keep_the_peer_that_is_greeted(world, stages, member):
+    """Were it forgotten with each that takes another's place, it would be dialled anew each time."""
+    home = stages[0].host.endpoint
+    world.advance(0.1)
+    member.node.peers.disconnected(home, "cut")
+    world.cut |= {("p0", "p1"), ("p1", "p0")}
+    stages[1].ready("t1", 1)
+    greeted = member.node.peers.get(home)
+    for tokens in range(2, 20):
+        stages[1].ready("t1", tokens)
+        world.advance(0.05)
+        assert member.node.peers.get(home) is greeted
+
+
 def test_a_report_that_found_no_room_is_sent_once_there_is_some(world, stages, reader, monkeypatch):
     """The room may be taken by pulls that wait for just this report."""
     share = stages[1].host.node.peers._open_request_share

@@ -310,3 +310,26 @@ def test_a_member_rank_stays_joined_while_its_mover_is_retired_and_its_home_know
     retired.die()
     assert second.received(wk.Suspended)
     assert engine.missing() == [second.spec.rank]
+
+
+@by_mover
+def test_an_answer_is_to_one_interruption_alone(world, source, sink):
+    """The next mover may die before the worker has answered for the pulls of the first."""
+    requested: list[tuple[int, tuple[int, ...]]] = []
+    reply = sink.resume_pulls
+    sink.resume_pulls = lambda number, tickets: requested.append((number, tickets))
+    old = mover_of(sink)
+    stall(world, source, sink)
+    first = sink.pull(source.publish("t1", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
+    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s)
+    mover_of(sink).hold = True
+    second = sink.pull(source.publish("t2", IDS, TOKENS), [20, 21, 22], TOKENS, deadline_s=60)
+    mover_of(sink).die()
+    old.die()
+    world.advance(1)
+    assert sorted(tickets for _, tickets in requested) == [(first,), (second,)]
+    for number, tickets in requested:
+        reply(number, tickets)
+    world.advance(1)
+    assert isinstance(sink.ended(first), wk.TicketDelivered)
+    assert isinstance(sink.ended(second), wk.TicketDelivered)

@@ -87,6 +87,36 @@ def test_a_rank_that_slept_while_its_daemon_was_away(world, sink, first_back):
     assert sink.reads(again)
 
 
+@pytest.mark.parametrize("first_back", ["scheduler", "member"])
+def test_a_member_that_slept_while_its_home_was_away(world: World, first_back: str) -> None:
+    home, member = world.host("p0"), world.host("p1")
+    spec = spec_of("prefill", pp=2, home=home.endpoint, publish_implies_ready=True)
+    world.register(home, spec)
+    second = world.register(member, msgspec.structs.replace(spec, pp_rank=1))
+    scheduler = world.attach(home, spec)
+    known, ref = scheduler.known, scheduler.publish("t1", IDS, TOKENS)
+    assert set(known) == {(Rank(0, 0), "first"), (Rank(1, 0), "first")}
+
+    world.cut |= {("p0", "p1"), ("p1", "p0")}
+    suspend(second)
+    world.advance(1.0)
+    home = world.host("p0")
+    world.register(home, spec)
+    scheduler = world.attach(home, spec)
+    if first_back == "scheduler":
+        replay(world, scheduler, ref, known)
+        assert scheduler.over() == []
+    second.resume()
+    world.cut.clear()
+    world.advance(10.0)
+    assert len(second.received(wk.Registered)) == 2
+    if first_back == "member":
+        replay(world, scheduler, ref, known)
+    assert scheduler.over() == [("t1", Code.RANK_LOST)]
+    (sink,) = world.engine(world.host("d"), "decode")
+    assert failure(world, sink, ref) in (Code.RELEASED, Code.TRANSFER_UNKNOWN)
+
+
 def test_what_is_published_while_a_rank_sleeps_is_refused(world):
     host = world.host("p")
     first, second = world.engine(host, "prefill", tp=2, publish_implies_ready=True)

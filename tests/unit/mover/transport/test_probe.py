@@ -11,7 +11,7 @@ import pytest
 
 from kvxferd.ids import AgentName
 from kvxferd.mover.transport.base import HOST, MemoryRange, ReadHandle, ReadKinds, TransportError
-from kvxferd.mover.transport.probe import TIMED_BYTES, ProbeOutcome, probe_span
+from kvxferd.mover.transport.probe import LIMIT_S, TIMED_BYTES, ProbeOutcome, probe_span
 from kvxferd.plan import Runs
 from tests.support.memory_transport import Fabric, MemoryTransport
 
@@ -67,6 +67,15 @@ def test_a_read_that_fails_is_the_reason_and_not_for_ever(rank: Rank) -> None:
     transport = MemoryTransport(fabric, ME)
     assert rank.probe(transport).why == "cannot read: no route"
     assert rank.probe(transport).ok
+
+
+def test_a_read_that_never_ends_is_not_waited_for_and_its_landing_is_kept() -> None:
+    rank = Rank(CONTENTS["random"])
+    transport = MemoryTransport(Fabric(polls_per_read=1, stalled={ME}), ME)
+    assert f"not ended after {LIMIT_S:g} s" in rank.probe(transport).why
+    kept = [span.size_bytes for span in transport._spans if span.address != rank.address]
+    assert kept == [TIMED_BYTES], "what may be written to stays"
+    rank.page.close()
 
 
 def test_live_memory_is_looked_at_again(rank: Rank) -> None:
