@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+import zmq
 
 from kvxferd.errors import Code
 from kvxferd.layout import EngineSpec, RankLayout
@@ -16,11 +18,12 @@ from kvxferd.memory import SealedMemory
 from kvxferd.wire import peer, worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.framing import HEADER
+from kvxferd.wire.limits import MAX_PEER_MESSAGE_BYTES
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.raw_peer import PeerByHand
-from tests.support.raw_worker import RawWorker
+from tests.support.raw_worker import WAIT_S, RawWorker, frame
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,18 @@ def test_a_bad_frame_costs_its_sender_the_connection(raw: RawWorker, content: by
     farewell = raw.await_one(worker.Farewell)
     assert farewell.code in codes
     assert farewell.message.startswith("cannot")
+
+
+def test_a_truncated_frame_is_nobodys_matter(node: Node):
+    for cut in (1, HEADER.size, HEADER.size + 3):
+        connection = RawWorker(node.socket, hello=False)
+        connection.raw(frame(worker.Hello(versions=worker.WORKER_VERSIONS, client="raw"))[:cut])
+        connection.socket.shutdown(socket.SHUT_WR)
+        farewell = connection.next()
+        assert farewell is None or farewell.code is Code.BAD_FRAME
+        assert connection.next() is None
+        assert connection.ended
+        connection.close()
 
 
 # --- registrations
@@ -147,3 +162,10 @@ def test_a_bad_peer_message_is_answered_and_nobody_else_notices(
     refused = bare.next()
     assert isinstance(refused, peer.PeerRefused)
     assert refused.code is code
+
+
+def test_an_oversized_peer_message_costs_its_sender_the_connection(bare: PeerByHand):
+    monitor = bare.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    bare.socket.send(b"x" * (MAX_PEER_MESSAGE_BYTES + 1))
+    assert monitor.poll(int(WAIT_S * 1000))
+    bare.socket.disable_monitor()

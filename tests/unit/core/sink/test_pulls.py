@@ -31,6 +31,15 @@ def test_what_the_mover_had_said_before_the_deadline_counts_though_it_is_read_be
     assert not sink.received(wk.TicketFailed)
 
 
+def test_a_cancelled_read_of_which_nothing_is_proved_may_still_write(world, source, sink):
+    ticket = held_pull(source, sink)
+    sink.say(wk.Cancel(ticket=ticket))
+    start = mover_of(sink).started.popleft()
+    open_end = mv.PullOutcome(delivered=False, finished=False, code=Code.TRANSPORT, message="a read hangs")
+    mover_of(sink).say(mv.PullDone(pull=start.pull, outcome=open_end))
+    assert not sink.ended(ticket).safe_to_reuse
+
+
 def test_a_mover_that_says_at_the_deadline_that_it_is_over_leaves_no_doubt(world, source, sink):
     ticket = held_pull(source, sink, deadline_s=3)
     world.advance(3.0)
@@ -48,9 +57,9 @@ def test_a_mover_that_says_at_the_deadline_that_it_is_over_leaves_no_doubt(world
         ([7, 9, 99], TOKENS, 5.0, Code.BLOCKS_INVALID),  # the sink has 32 blocks
         ([7, 9], TOKENS, 5.0, Code.BLOCKS_INVALID),  # too few for the tokens
         (SINK_IDS, 0, 5.0, Code.BLOCKS_INVALID),  # nothing to pull
-        (SINK_IDS, TOKENS, 0.0, Code.BLOCKS_INVALID),  # no time at all
-        (SINK_IDS, TOKENS, 1e9, Code.BLOCKS_INVALID),  # milliseconds, most likely
-        (SINK_IDS, TOKENS, float("nan"), Code.BLOCKS_INVALID),
+        (SINK_IDS, TOKENS, 0.0, Code.BAD_REQUEST),  # no time at all
+        (SINK_IDS, TOKENS, 1e9, Code.BAD_REQUEST),  # milliseconds, most likely
+        (SINK_IDS, TOKENS, float("nan"), Code.BAD_REQUEST),
         ([7, 9, 4, 5], TOKENS + 4, 5.0, Code.TOKENS_NOT_PUBLISHED),
     ],
 )
