@@ -61,7 +61,7 @@ OF_BOTH: Wrong = {
         Code.BLOCKS_INVALID, lambda call: call._replace(lists={**call.lists, "none": BlockList(ids=[0])}),
     ),
     "no tokens": (Code.BLOCKS_INVALID, lambda call: call._replace(num_tokens=0)),
-    "a time of years": (Code.BLOCKS_INVALID, lambda call: call._replace(seconds=1e8)),
+    "a time of years": (Code.BAD_REQUEST, lambda call: call._replace(seconds=1e8)),
 }  # fmt: skip
 OF_PULLS: Wrong = {
     "another nonce": (Code.NONCE_WRONG, _with_ref(nonce="0" * 32)),

@@ -128,7 +128,7 @@ class PublishChecks:
             raise _refusal(message, why, Code.DRAINING)
         if not 0 <= message.lease_s <= longest_s:
             why = f"a lease of {message.lease_s} s; give 0 (the default) to {longest_s:g}"
-            raise _refusal(message, why)
+            raise _refusal(message, why, Code.BAD_REQUEST)
         if engine is None:
             why = f"no rank of engine {key} is registered here; register the ranks first"
             raise _refusal(message, why, Code.ENGINE_INCOMPLETE)

@@ -175,7 +175,7 @@ def test_the_operator_sees_who_holds_a_transfer_and_for_how_long(world, source, 
 @pytest.mark.parametrize("lease_s", [float("nan"), float("inf"), -1.0, 1e6])
 def test_a_lease_that_is_none_is_refused(source, lease_s):
     source.publish("t1", IDS, TOKENS, lease_s=lease_s)
-    assert [m.code for m in source.received(wk.PublishRefused)] == [Code.BLOCKS_INVALID]
+    assert [m.code for m in source.received(wk.PublishRefused)] == [Code.BAD_REQUEST]
 
 
 def test_the_publishers_death_voids_what_it_published(world, source, sink, ref):
