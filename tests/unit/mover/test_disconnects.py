@@ -169,7 +169,8 @@ def test_a_line_that_was_not_read_before_counts(output: Output) -> None:
 
 def test_a_line_that_was_read_and_told_before_counts(output: Output) -> None:
     output.log(CARD)
-    output.lines.take_new()
+    assert not output.lines.prove_over()
+    assert output.lines.take_new()
     output.log(TCP)
     assert not output.lines.prove_over(), "the card's connection may still write"
 
