@@ -105,7 +105,7 @@ class Publisher:
         Raises:
             EngineError: invalid blocks (`blocks-invalid`), an id that is in use or used up
                 (`transfer-exists`), no rank reported yet (`engine-incomplete`), a suspended rank
-                (`suspended`), no time (`bad-request`).
+                (`suspended`), a lease that cannot be (`bad-request`).
             BusyError: 4,096 transfers of this session are not released, or the daemon is far behind.
             KvxferdError: the session is over.
         """
@@ -302,7 +302,7 @@ class RankHandle(Publisher):
 
         Raises:
             EngineError: an invalid reference (`transfer-unknown`) or invalid blocks (`blocks-invalid`), a
-                suspended rank (`suspended`), no time (`bad-request`).
+                suspended rank (`suspended`), a deadline that cannot be (`bad-request`).
             BusyError: 65,536 pulls of this session have not ended, or the daemon is far behind.
             KvxferdError: the session is over.
         """

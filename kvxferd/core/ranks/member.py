@@ -184,7 +184,8 @@ class Member:
             ready_tokens=reported.ready_tokens,
         )
         self._peers.request(spec.home, message, self._context.settings.acknowledge_for_s, rank.uid, rank)
-        self._peer_requests.cancel(reported.request)  # this one says as much, or more; a peer is kept by one
+        # Its successor says as much, or more. Not before that is open: a peer without requests is forgotten.
+        self._peer_requests.cancel(reported.request)
 
     def report_answered(self, rank: LocalRank, report: RankReady, reply: ReplyMessage) -> None:
         """Report once more what found no room among its user's requests: pulls there may wait for it."""

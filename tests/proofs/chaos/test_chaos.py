@@ -27,9 +27,8 @@ def test_a_broken_promise_is_noticed(tmp_path, sabotage, broken):
 
 
 def test_a_chunk_that_is_reported_and_not_written_is_noticed(tmp_path):
-    for seed in range(
-        6, 16
-    ):  # until a transfer that grows is delivered: on a busy machine deadlines end some
+    # Until a transfer that grows is delivered: on a busy machine deadlines end some.
+    for seed in range(6, 16):
         tally = chaos(seed, 3, tmp_path / str(seed), "unwritten", only="slow link")
         if tally.wrong_items:
             return
