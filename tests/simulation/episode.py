@@ -189,7 +189,6 @@ class Episode:
         state = (kernel.num_switches, kernel.now, kernel.rng.random(), result.problem)
         result.digest = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
         result.story = world.story or []
-        world.close()
         return result
 
     def _run(self) -> None:

@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import signal
 import tempfile
 from collections import Counter, deque
@@ -45,6 +46,7 @@ class _Run:
     pid: int
     result: IO[bytes]
     stacks: IO[bytes]
+    directory: str  # of its files
 
 
 def start(work: Callable[[], bytes], core: int | None, stuck_s: int = STUCK_S) -> _Run:
@@ -52,10 +54,12 @@ def start(work: Callable[[], bytes], core: int | None, stuck_s: int = STUCK_S) -
     functions_with_clocks()  # once for all episodes
     reading, writing = os.pipe()
     stacks = tempfile.TemporaryFile()  # noqa: SIM115  (`finish` closes it)
+    directory = tempfile.mkdtemp(prefix="kvxferd-simulation-", dir="/dev/shm")
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
+            tempfile.tempdir = directory
             gc.disable()  # a collection would close one process's descriptors in another
             logging.root.handlers.clear()  # the next line closes pytest's file
             close_all_but({0, 1, 2, writing, stacks.fileno()})  # those of other episodes
@@ -79,7 +83,7 @@ def start(work: Callable[[], bytes], core: int | None, stuck_s: int = STUCK_S) -
         finally:
             os._exit(status)
     os.close(writing)
-    return _Run(pid, open(reading, "rb"), stacks)
+    return _Run(pid, open(reading, "rb"), stacks, directory)
 
 
 def finish(run: _Run) -> bytes:
@@ -87,6 +91,7 @@ def finish(run: _Run) -> bytes:
     with run.result as inward, run.stacks:
         content = inward.read()
         _, status = os.waitpid(run.pid, 0)
+        shutil.rmtree(run.directory, ignore_errors=True)
         if content:
             return content
         run.stacks.seek(0)

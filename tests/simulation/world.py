@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import random
-import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -221,7 +220,7 @@ class World:
         self.nodes.on_broken = lambda text: self.violate(Check.INTEGRITY, text)
         self.expectations = Expectations(self)
         self.reasons = Reasons(self)
-        self.directory = Path(tempfile.mkdtemp(prefix="kvxferd-simulation-", dir="/dev/shm"))
+        self.directory = Path(tempfile.mkdtemp())
         self.daemons: dict[str, Process] = {}
         self.violation: Violation | None = None
         self.open_pulls: dict[Pull, None] = {}
@@ -429,10 +428,6 @@ class World:
         self.planned_in_doubt.clear()
         for planned in self.planned_at.values():
             planned.clear()
-
-    def close(self) -> None:
-        """Remove what is on the disk."""
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     def num_fds(self, process: Process) -> int:
         """Return how many descriptors a process has."""
