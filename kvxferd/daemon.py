@@ -222,7 +222,6 @@ class Daemon:
 
     async def _start_http(self, fd_limit: int, closing: AsyncExitStack) -> None:
         self._admin = NodeAdmin(
-            self._config,
             self._node,
             self._recorders.history,
             self._on_event,
@@ -230,9 +229,9 @@ class Daemon:
             self.reload,
             self._recorders.samples,
             checks=(
-                self._timer_watch.findings,
-                self._peer_socket.authenticator.findings,
-                self._peer_admission.findings,
+                self._timer_watch.warnings,
+                self._peer_socket.authenticator.warnings,
+                self._peer_admission.warnings,
             ),
             config_path=self._config_path,
             settings=lambda: settings_in_effect(self._loaded),
@@ -373,7 +372,6 @@ class Daemon:
         used = self._peer_admission.apply(config.peer)
         if "log.level" in merged.changed:
             set_log_level(config.log.level)
-        self._admin.set_config(config)
         self._loaded, self._config = merged.loaded, config
         return ReloadResult(
             changed=merged.changed,

@@ -61,7 +61,7 @@ def _warnings(reply: dict[str, Any]) -> list[tuple[str, str]]:
     """Return each warning with its kind and age."""
     from kvxferd.telemetry.warnings import NodeWarning  # it loads structlog
 
-    warnings = msgspec.convert(reply["active_warnings"], list[NodeWarning])
+    warnings = msgspec.convert(reply["warnings"], list[NodeWarning])
     return [("warning", f"{w.kind.value}, since {format_date(w.since)}Z: {w.text}") for w in warnings]
 
 

@@ -126,7 +126,7 @@ def print_report(status: dict[str, Any], samples: dict[str, Any]) -> None:
     print_line(verdict.text, _STYLES[verdict.level])
     if verdict.remedy:
         print_line(f"to do: {verdict.remedy}")
-    for warning in reversed(msgspec.convert(status["active_warnings"], list[NodeWarning])):
+    for warning in reversed(msgspec.convert(status["warnings"], list[NodeWarning])):
         print_line(f"{warning.kind.value} since {format_clock(warning.since)}Z: {warning.text}", "yellow")
     print_line(_last_minute(report.last_minute))
     _print_first("Pairs of engines, 15 minutes", PAIRS, sorted(report.pairs, key=lambda row: -row.delivered))

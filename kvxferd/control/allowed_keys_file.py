@@ -128,11 +128,10 @@ class AllowedKeysFile:
         """The public keys that the file admits; none without a file."""
         return self._found.keys
 
-    def warnings(self) -> list[tuple[str, str]]:
-        """Return why the file as it is now cannot be used, if it cannot, and what to do."""
-        why, _, advice = self._found.problem.partition("; ")
-        kept = "the keys that were read before are admitted meanwhile"
-        return [(why, f"{advice}; {kept}" if advice else kept)] if why else []
+    @property
+    def problem(self) -> str:
+        """Why the file as it is now cannot be used, and what to do; "": it can."""
+        return self._found.problem
 
     def use(self, path: str) -> None:
         """Read this file now, and watch it. "": none. Raises ConfigError, and then nothing changes."""

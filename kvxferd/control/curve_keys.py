@@ -101,23 +101,23 @@ def allowlist_of(
     )
 
 
-def exposure_warnings(config: PeerConfig) -> list[str]:
-    """Return a warning if any host that reaches the peer socket may act as a peer."""
+def exposure_of(config: PeerConfig) -> str:
+    """Return why any host that reaches the peer socket may act as a peer; "": none may."""
     host, _ = split_endpoint(config.bind)
     with suppress(ValueError):
         if host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback:
-            return []
+            return ""
     if not config.curve_secret_key_file:
-        return [
+        return (
             f"peer.bind = {config.bind!r} is open to its network without keys: whoever reaches it may speak "
             "as a peer; set peer.curve_secret_key_file and peer.curve_allowed_keys"
-        ]
+        )
     if ANY_KEY in config.curve_allowed_keys:
-        return [
+        return (
             'peer.curve_allowed_keys = ["any"]: whoever reaches the peer socket may speak as a peer; '
             "list the keys of the other daemons"
-        ]
-    return []
+        )
+    return ""
 
 
 def _public_of(secret: bytes) -> str:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
 
 import kvxferd
 from kvxferd.control import admin_handlers
-from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.control.response_cache import METRICS, NODE_ADMIN, snapshot_for
 from kvxferd.control.responses import error_response, json_response
 from kvxferd.control.status_page import page_response
@@ -75,21 +74,14 @@ async def healthz(request: web.Request) -> web.StreamResponse:
 async def readyz(request: web.Request) -> web.StreamResponse:
     """200 when the node takes registrations and pulls, else 503 with the reasons; warnings with either."""
     reasons = request.app[NODE_ADMIN].readiness()
-    reply = {"ready": not reasons, "reasons": reasons, **_warnings(request.app[NODE_ADMIN])}
+    reply = {"ready": not reasons, "reasons": reasons, "warnings": request.app[NODE_ADMIN].warnings()}
     return json_response(reply, 503 if reasons else 200)
-
-
-def _warnings(view: NodeAdmin) -> dict[str, Any]:
-    """Return the current warnings as sentences, and with their kinds."""
-    active = view.warnings()
-    return {"warnings": [warning.text for warning in active], "active_warnings": active}
 
 
 async def status(request: web.Request) -> web.StreamResponse:
     """The whole node."""
     view, node = request.app[NODE_ADMIN], await snapshot_for(request)
-    reasons, warnings, minute = view.readiness(), _warnings(view), view.samples.last_minute()
-    kinds = [warning.kind.value for warning in warnings["active_warnings"]]
+    reasons, warnings, minute = view.readiness(), view.warnings(), view.samples.last_minute()
     return json_response(
         {
             "version": kvxferd.__version__,
@@ -98,12 +90,12 @@ async def status(request: web.Request) -> web.StreamResponse:
             "verdict": verdict_of(
                 node,
                 reasons=reasons,
-                warnings=kinds,
+                warnings=[warning.kind.value for warning in warnings],
                 minute=minute,
                 failed=view.history.failed_pulls(),
                 config_path=view.config_path,
             ),
-            **warnings,
+            "warnings": warnings,
             "last_minute": minute,
             "node": node,
         }

@@ -9,9 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvxferd.config import Config
-from kvxferd.control.curve_keys import exposure_warnings
-from kvxferd.control.placement_warnings import active_rdma_cards, findings_of
+from kvxferd.control.placement_warnings import active_rdma_cards, placement_warnings
 from kvxferd.core.events import (
     DisownRequested,
     Event,
@@ -31,7 +29,7 @@ from kvxferd.records import NodeSnapshot
 from kvxferd.telemetry.history import History
 from kvxferd.telemetry.logs import operator_log
 from kvxferd.telemetry.samples import Samples
-from kvxferd.telemetry.warnings import Check, NodeWarning, WarningCondition, WarningKind, Warnings, finding_of
+from kvxferd.telemetry.warnings import Check, NodeWarning, Warnings
 
 # Of the topology: 16 ranks that read 8 engines of 8 stages of 8 ranks. They take 24 ms of the loop, which all
 # clients but an operator share. One engine may have 4,096 ranks in a stage.
@@ -53,7 +51,6 @@ class NodeAdmin:
 
     def __init__(
         self,
-        config: Config,
         node: Node,
         history: History,
         on_event: Callable[[Event], None],
@@ -64,12 +61,11 @@ class NodeAdmin:
         config_path: str = "",
         settings: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`checks` find what is to be warned of, beside the configuration and the ranks' placements.
+        """`checks` find what is to be warned of, beside the ranks' placements.
 
         `config_path`: of the file with the daemon's settings, "" where there is none. `settings`
         shows them all, as `settings_in_effect` does.
         """
-        self._config = config
         self.config_path = config_path
         self.settings = settings
         self._node = node
@@ -79,7 +75,7 @@ class NodeAdmin:
         self._reload = reload
         self.samples = samples or Samples()
         self._cards = active_rdma_cards()
-        self.warning_list = Warnings((self._configuration, *checks, self._placements))
+        self.warning_list = Warnings((*checks, self._placements))
         self._drain_result: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
 
     # --- reading
@@ -129,12 +125,8 @@ class NodeAdmin:
             reasons.append("the movers' parent is still importing its library")
         return reasons
 
-    def _configuration(self) -> list[WarningCondition]:
-        sentences = exposure_warnings(self._config.peer)
-        return [finding_of(WarningKind.PEER_SOCKET_OPEN, "", sentence) for sentence in sentences]
-
-    def _placements(self) -> list[WarningCondition]:
-        return findings_of(self._node.engines_snapshot(), self._cards)
+    def _placements(self) -> list[NodeWarning]:
+        return placement_warnings(self._node.engines_snapshot(), self._cards)
 
     # --- changing
 
@@ -183,11 +175,6 @@ class NodeAdmin:
         operator_log.warning("pull cancelled by an operator", pull=number)
         self._on_event(PullCancelRequested(number))
         return True
-
-    def set_config(self, config: Config) -> None:
-        """Use these settings for warnings."""
-        self._config = config
-        self.warning_list.renew()
 
     def reload(self) -> ReloadResult:
         """Read the configuration again. Raises ConfigError if it is invalid; then nothing changes."""

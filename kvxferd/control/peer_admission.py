@@ -12,11 +12,11 @@ import structlog
 
 from kvxferd.config import PeerConfig
 from kvxferd.control.allowed_keys_file import AllowedKeysFile, KeysRead
-from kvxferd.control.curve_keys import allowlist_of, read_key
+from kvxferd.control.curve_keys import allowlist_of, exposure_of, read_key
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.ids import Endpoint
 from kvxferd.telemetry.logs import operator_log
-from kvxferd.telemetry.warnings import WarningCondition, WarningKind
+from kvxferd.telemetry.warnings import NodeWarning, WarningKind, warning_of
 
 log = structlog.get_logger()
 
@@ -87,11 +87,16 @@ class PeerAdmission:
             self._shut_connections()
         return AllowlistUse(dropped, closes_connections)
 
-    def findings(self) -> list[WarningCondition]:
-        """Return a warning where the keys file cannot be read."""
-        file = self._config.curve_allowed_keys_file
-        sentences = self._keys_file.warnings()
-        return [WarningCondition(WarningKind.ALLOWED_KEYS_UNREAD, file, *sentence) for sentence in sentences]
+    def warnings(self) -> list[NodeWarning]:
+        """Return warnings where anybody may act as a peer, and where the keys file cannot be read."""
+        found = []
+        if sentence := exposure_of(self._config):
+            found.append(warning_of(WarningKind.PEER_SOCKET_OPEN, "", sentence))
+        if sentence := self._keys_file.problem:
+            sentence += "; the keys that were read before are admitted meanwhile"
+            file = self._config.curve_allowed_keys_file
+            found.append(warning_of(WarningKind.ALLOWED_KEYS_UNREAD, file, sentence))
+        return found
 
     def _on_keys_read(self, found: KeysRead) -> None:
         if found.problem:

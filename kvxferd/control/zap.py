@@ -13,7 +13,7 @@ from typing import NamedTuple
 import structlog
 
 from kvxferd.core.allowlist import NOT_IN_LISTS, PeerAllowlist
-from kvxferd.telemetry.warnings import WarningCondition, WarningKind
+from kvxferd.telemetry.warnings import NodeWarning, WarningKind
 
 log = structlog.get_logger()
 
@@ -38,8 +38,8 @@ class ZapAuthenticator:
         # Anybody may cause rejections: the last one is kept. When it was, the address and the reason.
         self._last_rejection = float("-inf"), "", ""
 
-    def findings(self, now: float | None = None) -> list[WarningCondition]:
-        """Return a finding if a peer was refused in the last minute: another node's pulls fail for it."""
+    def warnings(self, now: float | None = None) -> list[NodeWarning]:
+        """Return a warning if a peer was refused in the last minute: another node's pulls fail for it."""
         at, address, reason = self._last_rejection
         if (time.monotonic() if now is None else now) - at > TURNED_AWAY_FOR_S:
             return []
@@ -49,7 +49,7 @@ class ZapAuthenticator:
             "the file of peer.curve_allowed_keys_file, its address to peer.allowed_addresses: "
             "docs/how-to/keys.md"
         )
-        return [WarningCondition(WarningKind.PEER_TURNED_AWAY, "", message, remedy)]
+        return [NodeWarning(WarningKind.PEER_TURNED_AWAY, "", message, remedy)]
 
     def reply(self, parts: list[bytes]) -> list[bytes] | None:
         """Return the reply to one ZAP request, with its envelope; None if it is no valid request."""

@@ -33,6 +33,6 @@ def answering(node: CheckContext) -> Iterator[Finding]:
         yield ok("state", verdict.text)
     else:
         yield warn("state", verdict.text, verdict.remedy or "`kvxferd status` has the rest")
-    for warning in reply["active_warnings"]:
+    for warning in reply["warnings"]:
         todo = warning["remedy"] or "see docs/how-to/when-something-is-wrong.md"
         yield warn("warning", warning["message"], todo)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import structlog
 
-from kvxferd.telemetry.warnings import WarningCondition, WarningKind, finding_of
+from kvxferd.telemetry.warnings import NodeWarning, WarningKind, warning_of
 
 log = structlog.get_logger()
 
@@ -140,7 +140,7 @@ class TimerWatch:
         if self._timer is not None:
             self._timer.cancel()
 
-    def findings(self) -> list[WarningCondition]:
+    def warnings(self) -> list[NodeWarning]:
         """Return what an operator should know of late timers of the last minutes, one for each cause."""
         if not self._last:
             return []
@@ -149,7 +149,7 @@ class TimerWatch:
         for cause, (late_s, at) in self._last.items():
             if cause in _SENTENCES and now - at <= CLEAR_AFTER_S:
                 text = _SENTENCES[cause].format(how=f"{late_s:.1f} s late, {now - at:.0f} s ago")
-                found.append(finding_of(WarningKind.TIMERS_LATE, cause.value, text))
+                found.append(warning_of(WarningKind.TIMERS_LATE, cause.value, text))
         return found
 
     def _set(self, before: ClockReading) -> None:

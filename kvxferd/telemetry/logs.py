@@ -27,13 +27,6 @@ from kvxferd.telemetry.log_limits import LogRateLimiter, RateLimitFilter, RateLi
 
 STDERR_FD = 2
 
-# Shown in the log, by `kvxferd status` and by `/readyz`.
-SAME_NODE_TCP_WARNING = (
-    "data between two processes of this node goes over TCP, though this kernel could copy it directly: the "
-    "other daemon, or a worker's own mover, is of another user or PID namespace; run one daemon per node, or "
-    "both as one user and, in containers, with hostPID"
-)
-
 _LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,

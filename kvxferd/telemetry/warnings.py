@@ -10,17 +10,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 import msgspec
 import structlog
 
 log = structlog.get_logger()
 
-# A warning that is not found any more stays for this long, so that one that comes and goes is one warning.
-HOLD_S = 10.0
 # A reader renews what is older. Anybody may read `/readyz` in a loop, and the checks look at every rank.
 MAX_AGE_S = 0.1
 # Of one kind, as reasons of a placement have no limit; the first that were found stay.
@@ -46,40 +42,15 @@ class WarningKind(StrEnum):
         """Where the documents explain it, with its anchor."""
         return f"docs/how-to/when-something-is-wrong.md#{self.value}"
 
-    @property
-    def hold_s(self) -> float:
-        """For how long such a warning stays after it was found last."""
-        # Late timers hold for 300 s by themselves; the open socket is a setting.
-        return 0.0 if self in (WarningKind.TIMERS_LATE, WarningKind.PEER_SOCKET_OPEN) else HOLD_S
 
-
-class WarningCondition(NamedTuple):
-    """What a check has found now. `subject` tells it from others of its kind."""
+class NodeWarning(msgspec.Struct, frozen=True):
+    """One thing to fix, as a check finds it, and as `/readyz` and `/v1/status` list it."""
 
     kind: WarningKind
-    subject: str
-    message: str
-    remedy: str = ""
-
-
-Check = Callable[[], Iterable[WarningCondition]]
-
-
-def finding_of(kind: WarningKind, subject: str, sentence: str) -> WarningCondition:
-    """Return the finding of a sentence of this package, whose remedy follows its first semicolon."""
-    message, _, remedy = sentence.partition("; ")
-    return WarningCondition(kind, subject, message, remedy)
-
-
-class NodeWarning(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to fix, as `/readyz` and `/v1/status` list it under `active_warnings`."""
-
-    kind: WarningKind
-    subject: str  # which cause or placement; "": the node
-    since: float  # Unix time at which it was found first
+    subject: str  # tells it from others of its kind: which cause or placement; "": the node
     message: str  # what is wrong, and where
-    remedy: str  # what to do; "": the message has it
-    page: str  # of the documents, with its anchor
+    remedy: str = ""  # what to do; "": the message has it
+    since: float = 0.0  # Unix time at which it was found first
 
     @property
     def text(self) -> str:
@@ -87,11 +58,13 @@ class NodeWarning(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.message}; {self.remedy}" if self.remedy else self.message
 
 
-@dataclass(slots=True)
-class _Active:
-    warning: NodeWarning
-    began: float
-    found_at: float
+Check = Callable[[], Iterable[NodeWarning]]
+
+
+def warning_of(kind: WarningKind, subject: str, sentence: str) -> NodeWarning:
+    """Return the warning of a sentence of this package, whose remedy follows its first semicolon."""
+    message, _, remedy = sentence.partition("; ")
+    return NodeWarning(kind, subject, message, remedy)
 
 
 class Warnings:
@@ -109,7 +82,7 @@ class Warnings:
         self._checks = tuple(checks)
         self._clock = clock
         self._wall_clock = wall_clock
-        self._active: dict[tuple[WarningKind, str], _Active] = {}
+        self._active: dict[tuple[WarningKind, str], NodeWarning] = {}
         self._renewed_at = float("-inf")
 
     def renew(self, max_age_s: float = 0.0, *, is_logged: bool = True) -> None:
@@ -118,43 +91,49 @@ class Warnings:
         if now - self._renewed_at < max_age_s:
             return
         self._renewed_at = now
-        for check in self._checks:
-            for finding in _run(check):
-                self._add(_printable(finding), now, is_logged)
-        for key, active in list(self._active.items()):
-            missing_s = now - active.found_at
-            if missing_s > 0 and missing_s >= active.warning.kind.hold_s:
-                del self._active[key]
-                if is_logged:
-                    _log_end(active.warning, now - active.began)
+        found = {
+            (warning.kind, warning.subject): warning
+            for check in self._checks
+            for warning in map(_printable, _run(check))
+        }
+        before = self._active
+        self._active = {
+            key: msgspec.structs.replace(found[key], since=old.since)
+            for key, old in before.items()
+            if key in found
+        }
+        for key, warning in found.items():
+            if key not in self._active and self.counts()[warning.kind] < MAX_WARNINGS_PER_KIND:
+                self._active[key] = msgspec.structs.replace(warning, since=self._wall_clock())
+        if is_logged:
+            self._log_changes(before)
 
     def current(self) -> list[NodeWarning]:
         """Return the warnings of now, oldest first."""
         self.renew(MAX_AGE_S)
-        return [active.warning for active in self._active.values()]
+        return list(self._active.values())
 
     def counts(self) -> Counter[WarningKind]:
         """Return how many warnings of each kind there were at the last renewal."""
         return Counter(kind for kind, _ in self._active)
 
-    def _add(self, finding: WarningCondition, now: float, is_logged: bool) -> None:
-        """Renew the warning of a finding, or begin one if there is room."""
-        key = finding.kind, finding.subject
-        active = self._active.get(key)
-        if active is not None:
-            active.found_at = now
-            old = active.warning
-            if (finding.message, finding.remedy) != (old.message, old.remedy):
-                active.warning = msgspec.structs.replace(old, message=finding.message, remedy=finding.remedy)
-        elif self.counts()[finding.kind] < MAX_WARNINGS_PER_KIND:
-            since = self._wall_clock()
-            warning = NodeWarning(since=since, page=finding.kind.page, **finding._asdict())
-            self._active[key] = _Active(warning, now, now)
-            if is_logged:
-                _log_beginning(warning)
+    def _log_changes(self, before: dict[tuple[WarningKind, str], NodeWarning]) -> None:
+        for key, warning in self._active.items():
+            if key not in before:
+                kind, subject = warning.kind.value, warning.subject
+                page = warning.kind.page
+                log.warning(
+                    "warning began", limit_by=kind, kind=kind, subject=subject, text=warning.text, page=page
+                )
+        for key, warning in before.items():
+            if key not in self._active:
+                kind, lasted_s = warning.kind.value, round(self._wall_clock() - warning.since, 1)
+                log.info(
+                    "warning ended", limit_by=kind, kind=kind, subject=warning.subject, lasted_s=lasted_s
+                )
 
 
-def _run(check: Check) -> list[WarningCondition]:
+def _run(check: Check) -> list[NodeWarning]:
     try:
         return list(check())
     except Exception:  # a bug of one check: the others go on, and readiness is still reported
@@ -162,13 +141,13 @@ def _run(check: Check) -> list[WarningCondition]:
         return []
 
 
-def _printable(finding: WarningCondition) -> WarningCondition:
-    """Return the finding without control characters and of bounded length: names in it are of others."""
-    return WarningCondition(
-        finding.kind,
-        _clean(finding.subject, MAX_SUBJECT_CHARS),
-        _clean(finding.message, MAX_TEXT_CHARS),
-        _clean(finding.remedy, MAX_TEXT_CHARS),
+def _printable(warning: NodeWarning) -> NodeWarning:
+    """Return the warning without control characters and of bounded length: names in it are of others."""
+    return NodeWarning(
+        warning.kind,
+        _clean(warning.subject, MAX_SUBJECT_CHARS),
+        _clean(warning.message, MAX_TEXT_CHARS),
+        _clean(warning.remedy, MAX_TEXT_CHARS),
     )
 
 
@@ -176,20 +155,3 @@ def _clean(text: str, max_chars: int) -> str:
     if len(text) > max_chars:
         text = text[: max_chars - 3] + "..."
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _log_beginning(warning: NodeWarning) -> None:
-    kind = warning.kind.value
-    log.warning(
-        "warning began",
-        limit_by=kind,
-        kind=kind,
-        subject=warning.subject,
-        text=warning.text,
-        page=warning.page,
-    )
-
-
-def _log_end(warning: NodeWarning, lasted_s: float) -> None:
-    kind = warning.kind.value
-    log.info("warning ended", limit_by=kind, kind=kind, subject=warning.subject, lasted_s=round(lasted_s, 1))

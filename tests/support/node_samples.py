@@ -250,14 +250,7 @@ def samples() -> Samples:
 def node_warning(text: str, kind: WarningKind = WarningKind.PEER_SOCKET_OPEN) -> NodeWarning:
     """A warning that began in 2026."""
     message, _, remedy = text.partition("; ")
-    return NodeWarning(
-        kind=kind,
-        subject="",
-        since=1_790_000_000.0,
-        message=message,
-        remedy=remedy,
-        page=kind.page,
-    )
+    return NodeWarning(kind, "", message, remedy, since=1_790_000_000.0)
 
 
 class StillNode:

@@ -67,7 +67,7 @@ def slow_lanes(said: dict) -> list[str]:
 def test_tcp_between_pid_namespaces_of_one_machine_is_a_warning(tmp_path: Path):
     said = pulled(APART, tmp_path)
     assert slow_lanes(said) == ["tcp"]
-    (warning,) = [warning for warning in said["warnings"] if "goes over TCP" in warning]
+    (warning,) = [found for found in map(str, said["warnings"]) if "goes over TCP" in found]
     assert "hostPID" in warning
     assert "decode pp0.tp0" in warning
 
@@ -75,7 +75,7 @@ def test_tcp_between_pid_namespaces_of_one_machine_is_a_warning(tmp_path: Path):
 def test_two_daemons_in_one_pid_namespace_are_fast_and_quiet(tmp_path: Path):
     said = pulled((), tmp_path)
     assert slow_lanes(said) == []
-    assert not [warning for warning in said["warnings"] if "TCP" in warning]
+    assert not [found for found in map(str, said["warnings"]) if "TCP" in found]
     ranks = [rank for engine in said["node"]["engines"] for rank in engine["ranks"]]
     assert [rank["placement"]["lanes"] for rank in ranks] == ["cma"]
     assert {"node": "cma"}.items() <= {way["reach"]: way["lanes"] for way in ranks[0]["lanes"]}.items()

@@ -80,7 +80,6 @@ async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daem
     daemon._ownership_file = OwnershipFile(Path("unused"), daemon._node.owners.saved_ranks)
     daemon._make_movers(())
     daemon._admin = NodeAdmin(
-        running,
         daemon._node,
         daemon._recorders.history,
         daemon._on_event,
@@ -136,13 +135,15 @@ async def test_what_a_reload_could_not_do_the_next_one_does() -> None:
         running = config(
             worker__socket=str(directory / "w"), worker__allowed_uids="1", peer__bind="tcp://127.0.0.1:0"
         )
-        read = config(worker__socket=str(directory / "w"), worker__allowed_uids="2", log__level="debug")
+        read = config(
+            worker__socket=str(directory / "w"), worker__allowed_uids="2", peer__allowed_addresses="127.0.0.2"
+        )
         async with parts_of_a_daemon(running, read) as daemon:
-            admin = daemon._admin
-            del daemon._admin  # what comes on the way raises
+            peer_socket = daemon._peer_socket
+            del daemon._peer_socket  # what comes on the way raises
             daemon._on_hangup()
-            daemon._admin = admin
-            assert set(daemon.reload().changed) == {"worker.allowed_uids", "log.level"}
+            daemon._peer_socket = peer_socket
+            assert set(daemon.reload().changed) == {"worker.allowed_uids", "peer.allowed_addresses"}
 
 
 def test_child_movers_get_their_settings_from_the_core() -> None:

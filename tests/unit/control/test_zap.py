@@ -67,10 +67,10 @@ def test_who_tries_again_and_again_does_not_fill_the_log() -> None:
 
 def test_a_peer_that_is_turned_away_is_a_warning_for_a_minute() -> None:
     doorkeeper = ZapAuthenticator(LAN)
-    assert doorkeeper.findings() == []
+    assert doorkeeper.warnings() == []
     doorkeeper.reply(request("192.0.2.1", b"NULL"))
-    (finding,) = doorkeeper.findings()
+    (finding,) = doorkeeper.warnings()
     assert "192.0.2.1, its address is not in peer.allowed_addresses" in finding.message
     for setting in ("curve_allowed_keys", "curve_allowed_keys_file", "allowed_addresses"):
         assert re.search(rf"peer\.{setting}\b", finding.remedy)
-    assert doorkeeper.findings(time.monotonic() + 0.1 + TURNED_AWAY_FOR_S) == []
+    assert doorkeeper.warnings(time.monotonic() + 0.1 + TURNED_AWAY_FOR_S) == []

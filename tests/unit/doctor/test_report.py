@@ -70,7 +70,7 @@ class Daemon:
     """Replies to `/v1/status`."""
 
     def __init__(self, verdict: dict[str, str]) -> None:
-        lists: dict[str, object] = {"reasons": [], "warnings": [], "active_warnings": []}
+        lists: dict[str, object] = {"reasons": [], "warnings": []}
         node = {"endpoint": PEER}
         self.answer = lists | {"version": "0", "ready": True, "node": node, "verdict": verdict}
 

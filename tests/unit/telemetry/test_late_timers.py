@@ -77,14 +77,14 @@ def test_the_watch_warns_logs_and_counts() -> None:
         starved, stopped = ClockReading(9.0, 0.0, 8.9), ClockReading(69.0, 0.0, 8.9)
         times = iter([starved, stopped, ClockReading(70.0, 0.9, 8.9), ClockReading(80.0, 0.9, 8.9)])
         await asyncio.wait_for(done.wait(), 30)
-        found = {finding.subject: finding for finding in watch.findings()}
+        found = {finding.subject: finding for finding in watch.warnings()}
         assert found.keys() == {"starved", "busy"}, "a stop is no warning"
         assert found["starved"].kind is WarningKind.TIMERS_LATE
         assert "it had no processor, and a timer was 9.0 s late, 71 s ago" in found["starved"].message
         assert "AllowedCPUs=" in found["starved"].remedy
         assert "computed" in found["busy"].message
         times = iter([ClockReading(9.1 + CLEAR_AFTER_S, 0.9, 8.9)])
-        assert [finding.subject for finding in watch.findings()] == ["busy"]
+        assert [finding.subject for finding in watch.warnings()] == ["busy"]
         # An idle process has fewer turns.
         idle.append(True)
         times = iter([ClockReading(500.0, 0.9, 8.9)])

@@ -10,25 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from kvxferd.control.placement_warnings import findings_of
+from kvxferd.control.placement_warnings import placement_warnings
 from kvxferd.records import EngineSnapshot, PlacementSnapshot
 from kvxferd.telemetry.warnings import (
-    HOLD_S,
     MAX_AGE_S,
     MAX_SUBJECT_CHARS,
     MAX_WARNINGS_PER_KIND,
-    WarningCondition,
+    NodeWarning,
     WarningKind,
     Warnings,
-    finding_of,
+    warning_of,
 )
 from tests.support.node_samples import node_snapshot
 
 UNIX = 1_790_000_000.0
 
 
-def placement(subject: str = "staged: 1", message: str = "it is slow") -> WarningCondition:
-    return WarningCondition(WarningKind.PLACEMENT, subject, message, "look at it")
+def placement(subject: str = "staged: 1", message: str = "it is slow") -> NodeWarning:
+    return NodeWarning(WarningKind.PLACEMENT, subject, message, "look at it")
 
 
 class Node:
@@ -36,13 +35,13 @@ class Node:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.found: list[WarningCondition] = []
+        self.found: list[NodeWarning] = []
         self.list = Warnings([self.fail, lambda: self.found], lambda: self.now, lambda: UNIX + self.now)
 
-    def fail(self) -> list[WarningCondition]:
+    def fail(self) -> list[NodeWarning]:
         raise ValueError("a bug of a check")
 
-    def changes(self, now: float, *findings: WarningCondition) -> list[tuple[str, str]]:
+    def changes(self, now: float, *findings: NodeWarning) -> list[tuple[str, str]]:
         """What the log says of that moment: what began or ended, and of which subject."""
         self.now, self.found = now, list(findings)
         with capture_logs() as lines:
@@ -58,20 +57,18 @@ def test_a_warning_begins_once_and_keeps_its_time_while_its_message_is_renewed()
     (warning,) = node.list.current()
     assert warning.since == UNIX + 5.0
     assert warning.text == "it is slow still; look at it"
-    assert warning.page == "docs/how-to/when-something-is-wrong.md#placement"
+    assert warning.kind.page == "docs/how-to/when-something-is-wrong.md#placement"
     assert node.list.counts() == {WarningKind.PLACEMENT: 1}
 
 
-def test_a_warning_ends_once_after_its_hold_and_a_gap_below_it_is_none() -> None:
+def test_a_warning_ends_once_when_it_is_not_found() -> None:
     node = Node()
     node.changes(0.0, placement())
-    assert node.changes(HOLD_S - 0.1) == []
-    assert node.changes(HOLD_S, placement()) == []
-    assert node.changes(2 * HOLD_S - 0.1) == []
-    assert node.changes(2 * HOLD_S) == [("warning ended", "staged: 1")]
+    assert node.changes(1.0) == [("warning ended", "staged: 1")]
+    assert node.changes(2.0) == []
     assert node.list.current() == []
-    # A setting's ends with the setting. Its sentence is split at its remedy, and joined again.
-    finding = finding_of(WarningKind.PEER_SOCKET_OPEN, "", "it is open: no key; set one; restart")
+    # Its sentence is split at its remedy, and joined again.
+    finding = warning_of(WarningKind.PEER_SOCKET_OPEN, "", "it is open: no key; set one; restart")
     assert finding.remedy == "set one; restart"
     node.changes(100.0, finding)
     assert node.list.current()[0].text == "it is open: no key; set one; restart"
@@ -145,10 +142,10 @@ def ranks_placed(kind: str, why: str) -> list[EngineSnapshot]:
     ids=["TCP on one node", "unproved", "fallback"],
 )
 def test_a_slow_or_unproved_placement_is_one_sentence(engines, message: str, remedy: str) -> None:
-    (found,) = findings_of(engines)
+    (found,) = placement_warnings(engines)
     assert re.search(message, found.message)
     assert re.search(remedy, found.remedy)
 
 
 def test_nothing_is_wrong_where_nothing_is() -> None:
-    assert findings_of(ranks_placed("direct", "")) == []
+    assert placement_warnings(ranks_placed("direct", "")) == []
