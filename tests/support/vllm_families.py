@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 from kvxferd.integrations.vllm.layout.facts import AttentionFacts, CacheGroup, CacheKind
-from tests.support.vllm_pages import Cache, Family, How
+from tests.support.vllm_pages import FLASH, Cache, Family, How
 
 FULL, RING, WINDOW = 0, 1, 2  # indexes of groups
 
@@ -145,6 +145,17 @@ UNKNOWN = Family(
     ),
     num_heads=4,
 )
+# Heads that one pipeline stage, one order of axes or one CPU's packing may hold otherwise than another.
+DENSE = Family(
+    "dense",
+    tuple(
+        Cache(f"model.layers.{layer}.self_attn.attn", FULL, FLASH, KEY_AND_VALUE, is_divided=True)
+        for layer in range(3)
+    ),
+    (CacheGroup(FULL, CacheKind.FULL, 32),),
+    num_heads=4,
+    num_layers=3,
+)
 FAMILIES = (DEEPSEEK_V4, DEEPSEEK_V41, GLM, STEP, QWEN, MINIMAX, TOKEN_SCALES, UNKNOWN)
 
 
@@ -156,7 +167,7 @@ def random_pair(seed: int) -> tuple[Family, How, How, int]:
     chosen = random.Random(seed)
     tokens = chosen.choice((16, 32, 48))
     full = (
-        Cache("", FULL, "FlashAttentionBackend", KEY_AND_VALUE, is_divided=True),
+        Cache("", FULL, FLASH, KEY_AND_VALUE, is_divided=True),
         Cache(
             "", FULL, FLASHMLA, dataclasses.replace(V4, tokens_per_state=chosen.choice((1, 4, 16))), V4_PARTS
         ),
@@ -193,8 +204,7 @@ def random_pair(seed: int) -> tuple[Family, How, How, int]:
             tp=chosen.choice((1, 2, 4)),
             block_tokens=block_tokens,
             kernel_blocks=2 if splits else 1,
-            is_packed=is_packed,
-            order=chosen.choice(("HN", "NH")),
+            layout=f"{'BL' if is_packed else 'LB'}{chosen.choice(('HN', 'NH'))}C",
             num_blocks=RANDOM_BLOCKS,
             padding=0 if splits else chosen.choice((0, 8, 64)),
         )

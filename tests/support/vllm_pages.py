@@ -1,16 +1,17 @@
-"""Caches of compressed states, rings and packed pages, written and checked byte by byte.
+"""vLLM's caches of any model, written and checked byte by byte.
 
-A page is written as the kernels of vLLM 0.33 write it, by sums that are repeated here and share nothing with
-the derivation: each state's content at its own place, or, where a block has all values before all scales
-(`parts`), each part at its own. Pages lie as vLLM places them: those of a group side by side in each block of
-one allocation, from its first byte on whatever the group (`is_packed`), or each cache in an allocation of its
-own.
+A page is written as the kernels of vLLM write it, by sums that are repeated here and share nothing with the
+derivation: each state's content at its own place; where a block has all values before all scales (`parts`),
+each part at its own; and where a CPU's attention packs a block for its instruction set (`isa`), each element.
+Pages lie as vLLM 0.33 places them in each order of layers, blocks, heads and tokens (`LAYOUTS`): those of a
+group side by side in each block, from its first byte on whatever the group, or each cache by itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -30,11 +31,14 @@ from kvxferd.integrations.vllm.layout.facts import (
 )
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.layout import EngineSpec
+from kvxferd.layout.sharding import stage_layers
 from tests.support.in_process_pull import move
 
 Bytes = npt.NDArray[np.uint8]
 POISON = 0xEE
 DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+FLASH, CPU = "FlashAttentionBackend", "CPUAttentionBackend"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,12 @@ class Cache:
     facts: AttentionFacts
     parts: tuple[int, ...] = ()  # bytes of what a block holds apart; none: a state's content lies together
     is_divided: bool = False  # its heads are divided over the ranks
+    isa: str = ""  # for which `CPU` packs a block
+
+    @property
+    def layer(self) -> int:
+        """Return the number of its layer."""
+        return int(re.findall(r"layers\.(\d+)", self.name)[0])
 
     def content(self, unit: int, state: int) -> Bytes:
         """Return the bytes of a head, or of a slot, of one state: no two are alike, and none is poison."""
@@ -84,10 +94,11 @@ class How:
     """How an engine is deployed."""
 
     tp: int = 1
+    pp: int = 1
     block_tokens: int = 0  # of the full groups; 0: the family's own
-    kernel_blocks: int = 1  # in a block of the full groups; more than one needs pages that are not packed
-    is_packed: bool = True
-    order: str = "HN"  # of slots and states in a page
+    kernel_blocks: int = 1  # in a block of the full groups; more than one needs caches by themselves
+    layout: str = "BLHNC"
+    isa: str = ""  # of a CPU, whose backend all caches then have
     num_blocks: int = 24
     padding: int = 0  # bytes behind each page
     version: str = "0.33.0"
@@ -113,22 +124,24 @@ class PlacedCache:
     num_states: int  # of a kernel block
     per_id: int
 
-    @property
-    def page_bytes(self) -> int:
-        """Return the bytes of a kernel block."""
-        return self.facts.num_slots * self.num_states * self.facts.content_bytes
+    def bytes_in(self, memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """Return it as [blocks, slots, states, bytes]; `memory` has an element for each byte."""
+        facts = self.facts
+        shape = num_blocks * self.per_id, facts.num_slots, self.num_states, facts.content_bytes
+        return torch.as_strided(memory, shape, (self.block_stride, *self.strides, 1), self.start)
 
     def tensor(self, memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
         """Return it as [blocks, slots, states, content]."""
-        facts = self.facts
-        shape = num_blocks * self.per_id, facts.num_slots, self.num_states, facts.content_bytes
-        raw = torch.as_strided(memory, shape, (self.block_stride, *self.strides, 1), self.start)
-        return raw.view(DTYPES[facts.itemsize])
+        return self.bytes_in(memory, num_blocks).view(DTYPES[self.facts.itemsize])
 
     def ranges(self, block: int, slot: int, state: int) -> Iterator[tuple[int, int]]:
         """Yield (start, size) of the pieces of a state's content, in a kernel block's row."""
         page = self.start + block * self.block_stride
         per_slot, per_state = self.strides
+        if self.cache.isa:
+            for first, size in self._cpu_elements(state):
+                yield page + slot * per_slot + first * self.facts.itemsize, size * self.facts.itemsize
+            return
         if not self.cache.parts:
             yield page + slot * per_slot + state * per_state, self.facts.content_bytes
             return
@@ -136,12 +149,34 @@ class PlacedCache:
             yield page + state * size, size
             page += self.num_states * size
 
+    def _cpu_elements(self, state: int) -> Iterator[tuple[int, int]]:
+        """Yield (first, count) of the elements of a token's key, then of its value, in a head's block.
+
+        A block has all keys before all values: keys are column-major and values as they are; or, for "amx",
+        tiles of 16 tokens have keys by pairs of elements, and tiles of 16 elements values by pairs of tokens.
+        """
+        size, num_states = self.facts.head_size, self.num_states
+        values = size * num_states
+        if self.cache.isa != "amx":
+            yield from ((element * num_states + state, 1) for element in range(size))
+            yield values + state * size, size
+            return
+        tile, row = divmod(state, 16)
+        yield from (((tile * size // 2 + pair) * 32 + row * 2, 2) for pair in range(size // 2))
+        for element in range(size):
+            tile, row = divmod(element, 16)
+            yield values + (tile * num_states // 2 + state // 2) * 32 + row * 2 + state % 2, 1
+
 
 class PagedRank:
     """One worker: its memory, and what was derived of it."""
 
-    def __init__(self, family: Family, how: How, tp_rank: int) -> None:
-        self.family, self.how, self.tp_rank = family, how, tp_rank
+    def __init__(self, family: Family, how: How, rank: Rank) -> None:
+        self.how, self.rank = how, rank
+        stage = stage_layers(family.num_layers, how.pp, rank.pp_rank)
+        self.caches = [cache for cache in family.caches if cache.layer in range(*stage)]
+        if how.isa:
+            self.caches = [dataclasses.replace(cache, backend=CPU, isa=how.isa) for cache in self.caches]
         self.group_of = {group.index: group for group in family.groups}
         self.memory, self.placed, tensors = self.place()
         layers = [
@@ -150,6 +185,7 @@ class PagedRank:
                 one.cache.group,
                 one.facts,
                 one.cache.backend,
+                one.cache.isa,
                 implementation=f"vllm.backends.{one.cache.backend}",
                 has_mx_scales=how.has_mx_scales,
                 cache_dtype="auto",
@@ -157,12 +193,13 @@ class PagedRank:
             for one in self.placed
         ]
         worker = WorkerFacts(
-            0,
-            family.num_layers,
+            *stage,
             family.num_layers,
             family.num_heads,
             tp_size=how.tp,
-            tp_rank=tp_rank,
+            tp_rank=rank.tp_rank,
+            pp_size=how.pp,
+            pp_rank=rank.pp_rank,
             num_blocks=how.num_blocks,
             vllm_version=how.version,
             device=how.device,
@@ -172,8 +209,8 @@ class PagedRank:
 
     def place(self) -> tuple[torch.Tensor, list[PlacedCache], dict[str, torch.Tensor]]:
         """Return poisoned memory, where each cache lies in it, and the tensors that vLLM registers."""
-        family, how = self.family, self.how
-        pages = [(cache, *self._page(cache)) for cache in family.caches]
+        how = self.how
+        pages = [(cache, *self._page(cache)) for cache in self.caches]
         per_block = dict.fromkeys(self.group_of, 0)
         for cache, _, _, size in pages:
             per_block[cache.group] += size
@@ -181,17 +218,21 @@ class PagedRank:
         start, at = 0, dict.fromkeys(self.group_of, 0)
         placed = []
         for cache, states, per_id, size in pages:
-            if how.is_packed:
+            facts = cache.of_rank(how.tp)
+            content, slots = facts.content_bytes, facts.num_slots
+            strides = (content, slots * content) if "NH" in how.layout else (states * content, content)
+            if how.layout.startswith("B"):
                 place = at[cache.group], block_stride
                 at[cache.group] += size
             else:
                 place = start, size // per_id
                 start += size * how.num_blocks
-            facts = cache.of_rank(how.tp)
-            content, slots = facts.content_bytes, facts.num_slots
-            strides = (states * content, content) if how.order == "HN" else (content, slots * content)
+            if how.layout == "LHBNC":
+                place, strides = (place[0], strides[0]), (strides[0] * how.num_blocks * per_id, content)
+            elif how.layout == "BHLNC":  # of caches that are alike
+                place, strides = (place[0] // slots, block_stride), (block_stride // slots, content)
             placed.append(PlacedCache(cache, facts, *place, strides, states, per_id))
-        num_bytes = block_stride * how.num_blocks if how.is_packed else start
+        num_bytes = start or block_stride * how.num_blocks
         memory = self.allocate(num_bytes).fill_(POISON)
         return memory, placed, {one.cache.name: one.tensor(memory, how.num_blocks) for one in placed}
 
@@ -214,7 +255,7 @@ class PagedRank:
             return slot
         heads = cache.facts.num_heads
         per_rank = max(1, heads // self.how.tp)
-        return (self.tp_rank * heads // self.how.tp) // per_rank * per_rank + slot
+        return (self.rank.tp_rank * heads // self.how.tp) // per_rank * per_rank + slot
 
     def states(self, num_tokens: int) -> Iterator[tuple[PlacedCache, range]]:
         """Yield each cache with the states that a request's prefill has written."""
@@ -253,24 +294,23 @@ class PagedRank:
         """Return what of a request is not here, and whether bytes beside its pages have changed."""
         memory = self.memory.numpy()
         found = [
-            f"rank {self.tp_rank}: {what}"
+            f"rank {self.rank}: {what}"
             for what, start, content in self.written(lists, num_tokens)
             if not (memory[start : start + len(content)] == content).all()
         ]
         used = {group: [block for block in ids if block] for group, ids in lists.items()}
         if (memory[~self.pages(used)] != POISON).any():
-            found.append(f"rank {self.tp_rank}: bytes outside the request's pages have changed")
+            found.append(f"rank {self.rank}: bytes outside the request's pages have changed")
         return found
 
     def pages(self, lists: Mapping[int, Sequence[int]]) -> npt.NDArray[np.bool_]:
         """Return which bytes are of pages of these blocks."""
-        inside = np.zeros(len(self.memory), dtype=np.bool_)
+        inside = torch.zeros(len(self.memory), dtype=torch.bool)
         for one in self.placed:
+            pages = one.bytes_in(inside, self.how.num_blocks)
             for block in lists[one.cache.group]:
-                for kernel in range(block * one.per_id, (block + 1) * one.per_id):
-                    start = one.start + kernel * one.block_stride
-                    inside[start : start + one.page_bytes] = True
-        return inside
+                pages[block * one.per_id : (block + 1) * one.per_id] = True
+        return inside.numpy()
 
 
 class PagedEngine:
@@ -280,18 +320,13 @@ class PagedEngine:
         self.family = family.with_blocks(how.block_tokens) if how.block_tokens else family
         self.how = how
         self.groups = CacheGroups(self.family.groups, len(self.family.groups))
-        self.ranks = {Rank(0, rank): rank_type(self.family, how, rank) for rank in range(how.tp)}
+        ranks = [Rank(pp, tp) for pp in range(how.pp) for tp in range(how.tp)]
+        self.ranks = {rank: rank_type(self.family, how, rank) for rank in ranks}
 
-    def spec(self, tp_rank: int = 0) -> EngineSpec:
+    def spec(self, rank: tuple[int, int] = (0, 0)) -> EngineSpec:
         """Return a rank's spec."""
-        return EngineSpec(
-            "e",
-            "g",
-            self.family.num_layers,
-            tp_size=self.how.tp,
-            tp_rank=tp_rank,
-            num_kv_heads=self.family.num_heads,
-        )
+        family, how = self.family, self.how
+        return EngineSpec("e", "g", family.num_layers, how.pp, how.tp, *rank, family.num_heads)
 
     @property
     def derived(self) -> dict[Rank, DerivedCaches]:
@@ -330,7 +365,7 @@ def pull(sink: PagedEngine, source: PagedEngine, num_tokens: int) -> list[str]:
     wrong = []
     for rank, held in sink.ranks.items():
         move(
-            sink.spec(rank.tp_rank),
+            sink.spec(rank),
             held.derived,
             source.spec(),
             source.derived,

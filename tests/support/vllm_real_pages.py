@@ -244,7 +244,7 @@ def rank_type_of(made: Made) -> type[PagedRank]:
             memory = torch.empty(0, dtype=torch.uint8).set_(storage)
             memory.fill_(POISON)
             placed = []
-            for cache in self.family.caches:
+            for cache in self.caches:
                 view = views[cache.name]
                 block, slot, state, _ = (stride * view.element_size() for stride in view.stride())
                 facts = made.facts[cache.name][1]

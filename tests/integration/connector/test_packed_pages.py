@@ -41,7 +41,7 @@ class RegisteredEngine:
         name = f"packed-{next(_numbers)}"
         for rank, held in engine.ranks.items():
             spec = msgspec.structs.replace(
-                engine.spec(rank.tp_rank),
+                engine.spec(rank),
                 engine_id=EngineId(name),
                 generation=Generation(name),
                 publish_implies_ready=True,

@@ -5,6 +5,7 @@ Runs vLLM's interpreter, named by KVXFERD_VLLM_PYTHON.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,14 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from docs.tools.vllm_tables import QUANT_MODES
 from kvxferd.ids import EngineId
 from kvxferd.integrations.vllm.identity import start_generation
 from kvxferd.integrations.vllm.layout import support
-from kvxferd.integrations.vllm.layout.facts import AttentionFacts, StateFacts
+from kvxferd.integrations.vllm.layout.facts import AttentionFacts, CacheGroup, CacheKind, StateFacts
 from kvxferd.integrations.vllm.session.request_params import ref_from_params
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
@@ -30,14 +31,14 @@ from tests.support.documented_commands import ROOT, commands_of
 from tests.support.fetched_engine import register
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
-from tests.support.vllm_caches import CPU, Deployment, Stretch, layer_views
 from tests.support.vllm_kernels import NUM_STATES
-from tests.support.vllm_pages import Cache, PlacedCache
+from tests.support.vllm_pages import CPU, FLASH, Cache, Family, How, PagedEngine, PlacedCache
 
 PYTHON = os.environ.get("KVXFERD_VLLM_PYTHON")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 PAGES = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, HEAD_SIZE = 3, 4, 2, 32
+FACTS = AttentionFacts(NUM_HEADS, HEAD_SIZE, HEAD_SIZE, "bfloat16", 2)
 
 
 @pytest.fixture
@@ -66,10 +67,13 @@ def send_request(*arguments: str, program: str = "vllm_introspection.py") -> Any
 def test_tensors_have_the_shapes_and_strides_of_ours() -> None:
     found = send_request("views")
     assert len(found) == 8
+    caches = tuple(Cache(f"layers.{layer}", 0, FLASH, FACTS) for layer in range(NUM_LAYERS))
+    family = Family("", caches, (CacheGroup(0, CacheKind.FULL, 32),), NUM_HEADS, NUM_LAYERS)
     for name, made in found.items():
         layout, kernel = name.split("/")
-        per_id = 32 // int(kernel)
-        ours = layer_views(layout, (NUM_LAYERS, NUM_BLOCKS * per_id, NUM_HEADS, int(kernel), 2 * HEAD_SIZE))
+        how = How(layout=layout, kernel_blocks=32 // int(kernel), num_blocks=NUM_BLOCKS)
+        (rank,) = PagedEngine(family, how).ranks.values()
+        ours = [placed.tensor(rank.memory, NUM_BLOCKS) for placed in rank.placed]
         assert made == [[list(v.shape), list(v.stride()), v.storage_offset()] for v in ours], name
 
 
@@ -79,17 +83,20 @@ def test_its_kernel_packs_a_block_as_our_reference_does(isa: str, block_tokens: 
     found = send_request("packing", isa, str(block_tokens))
     if "missing" in found:
         pytest.skip(found["missing"])
-    tokens = found["tokens"]
-    numbers = torch.arange(2 * tokens * NUM_HEADS * HEAD_SIZE, dtype=torch.int32) % 30000 + 1
-    key, value = numbers.to(torch.int16).view(2, tokens, NUM_HEADS, HEAD_SIZE).transpose(1, 2)
-    cache = torch.zeros(NUM_BLOCKS, NUM_HEADS, block_tokens, 2 * HEAD_SIZE, dtype=torch.int16)
-    how = Deployment(block_tokens=block_tokens, backend=CPU, isa=isa)
-    for position, block in enumerate([2, 1]):
-        part = range(position * block_tokens, min((position + 1) * block_tokens, tokens))
-        for content, is_value in ((key, False), (value, True)):
-            for view, own in Stretch(block, part).places(cache, how, values=is_value):
-                own.copy_(view(content[:, part.start : part.stop]))
-    assert cache.flatten().tolist() == found["cache"]
+    tokens, head = found["tokens"], block_tokens * FACTS.content_bytes
+    numbers = np.arange(2 * tokens * NUM_HEADS * HEAD_SIZE) % 30000 + 1
+    numbers = numbers.astype(np.int16).reshape(2, tokens, NUM_HEADS, HEAD_SIZE)
+    strides = head, FACTS.content_bytes
+    page = PlacedCache(
+        Cache("", 0, CPU, FACTS, isa=isa), FACTS, 0, NUM_HEADS * head, strides, block_tokens, 1
+    )
+    memory = np.zeros(NUM_BLOCKS * NUM_HEADS * head, np.uint8)
+    for token, slot in itertools.product(range(tokens), range(NUM_HEADS)):
+        content = numbers[:, token, slot].ravel().view(np.uint8)
+        for start, size in page.ranges([2, 1][token // block_tokens], slot, token % block_tokens):
+            memory[start : start + size] = content[:size]
+            content = content[size:]
+    assert memory.view(np.int16).tolist() == found["cache"]
 
 
 def test_its_specs_are_read_as_the_stand_ins_are() -> None:

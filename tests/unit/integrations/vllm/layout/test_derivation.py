@@ -20,7 +20,7 @@ from kvxferd.integrations.vllm.layout.facts import (
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.layout import CacheTensor, EngineSpec, TokenShard, UnitRange
 from kvxferd.layout.validate import validate_layout
-from tests.support.vllm_caches import CPU, FLASH, LAYOUTS, layer_views
+from tests.support.vllm_pages import CPU, FLASH, LAYOUTS
 
 BLOCKS, TOKENS = 4, 16
 ATTENTION = AttentionFacts(2, 8, 8, "bfloat16", 2)
@@ -201,7 +201,9 @@ def test_what_a_block_holds_need_not_be_known(layer: LayerFacts, cache: torch.Te
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_opaque_page_is_all_bytes_of_a_block_in_the_order_that_it_names(layout: str) -> None:
-    views = layer_views(layout, (3, BLOCKS, 2, TOKENS, 16), torch.int16)
+    sizes = {"L": 3, "B": BLOCKS, "H": 2, "N": TOKENS, "C": 16}
+    buffer = torch.zeros([sizes[axis] for axis in layout], dtype=torch.int16)
+    views = list(buffer.permute([layout.index(axis) for axis in sizes]))
     for number, view in enumerate(views):
         view.copy_(torch.arange(view.numel()).view(view.shape) + 10_000 * number)
     layers = [a_layer(number, backend="UnheardOfBackend") for number in range(3)]

@@ -35,7 +35,7 @@ def test_an_engine_reads_one_like_itself(family: Family, padding: int, num_token
     how = How(tp=2, num_blocks=WIDE, padding=padding)
     sink, source = PagedEngine(family, how), PagedEngine(family, dataclasses.replace(how, padding=0))
     for rank, held in sink.ranks.items():
-        validate_layout(sink.spec(rank.tp_rank), held.derived.layout)
+        validate_layout(sink.spec(rank), held.derived.layout)
     assert pull(sink, source, num_tokens) == []
 
 
@@ -44,19 +44,19 @@ def test_an_engine_reads_one_like_itself(family: Family, padding: int, num_token
     ("family", "sink", "source"),
     [
         (DEEPSEEK_V4, How(tp=4, block_tokens=512), How(tp=2)),
-        (DEEPSEEK_V4, How(block_tokens=128, is_packed=False), How(tp=2, block_tokens=384, padding=64)),
-        (DEEPSEEK_V4, How(block_tokens=768, kernel_blocks=3, is_packed=False), How(block_tokens=512)),
+        (DEEPSEEK_V4, How(block_tokens=128, layout="LBHNC"), How(tp=2, block_tokens=384, padding=64)),
+        (DEEPSEEK_V4, How(block_tokens=768, kernel_blocks=3, layout="LBHNC"), How(block_tokens=512)),
         (DEEPSEEK_V41, How(tp=2, block_tokens=256), How(tp=4, block_tokens=128)),
-        (DEEPSEEK_V41, How(block_tokens=192, kernel_blocks=2, is_packed=False), How(block_tokens=128)),
+        (DEEPSEEK_V41, How(block_tokens=192, kernel_blocks=2, layout="LBHNC"), How(block_tokens=128)),
         (GLM, How(tp=8, block_tokens=256), How(tp=2)),
-        (GLM, How(block_tokens=256, kernel_blocks=4, is_packed=False), How(tp=2, padding=64)),
+        (GLM, How(block_tokens=256, kernel_blocks=4, layout="LBHNC"), How(tp=2, padding=64)),
         (STEP, How(tp=4, block_tokens=128), How(tp=2)),
-        (STEP, How(tp=1, order="NH"), How(tp=2, block_tokens=32, order="HN")),
-        (STEP, How(tp=8, order="NH"), How(tp=2, is_packed=False, kernel_blocks=2)),
-        (QWEN, How(tp=2), How(tp=1, block_tokens=128, order="NH")),
-        (MINIMAX, How(tp=1), How(tp=4, order="NH")),
-        (TOKEN_SCALES, How(tp=2, order="NH"), How(tp=1, block_tokens=16)),
-        (TOKEN_SCALES, How(tp=1, block_tokens=96, kernel_blocks=6, is_packed=False), How(tp=4)),
+        (STEP, How(tp=1, layout="BLNHC"), How(tp=2, block_tokens=32)),
+        (STEP, How(tp=8, layout="BLNHC"), How(tp=2, layout="LBHNC", kernel_blocks=2)),
+        (QWEN, How(tp=2), How(tp=1, block_tokens=128, layout="BLNHC")),
+        (MINIMAX, How(tp=1), How(tp=4, layout="BLNHC")),
+        (TOKEN_SCALES, How(tp=2, layout="BLNHC"), How(tp=1, block_tokens=16)),
+        (TOKEN_SCALES, How(tp=1, block_tokens=96, kernel_blocks=6, layout="LBHNC"), How(tp=4)),
     ],
     ids=lambda given: given.name if isinstance(given, Family) else str(given),
 )
@@ -132,7 +132,7 @@ PLAIN_V4 = dataclasses.replace(
             "NVIDIA H100 9.0, vllm 0.33.0' here and ",
         ),
         ((UNKNOWN, How()), (UNKNOWN, How(block_tokens=64)), "granule_tokens of layer 0's component 'page'"),
-        ((UNKNOWN, How()), (UNKNOWN, How(order="NH")), "HNC of 4 x 32 x 64 bytes"),
+        ((UNKNOWN, How()), (UNKNOWN, How(layout="BLNHC")), "HNC of 4 x 32 x 64 bytes"),
         (
             (UNKNOWN, How()),
             (with_facts(UNKNOWN, "layers.0.attn", dtype="float16"), How()),
