@@ -56,7 +56,7 @@ from kvxferd.telemetry.late_timers import TimerWatch
 from kvxferd.telemetry.logs import operator_log, set_log_level
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.mover_usage import MoverReading
-from kvxferd.telemetry.samples import Gauges, Samples
+from kvxferd.telemetry.samples import Samples
 from kvxferd.telemetry.traces.tracer import Tracer
 from kvxferd.threads import on_thread
 from kvxferd.wire.endpoint import with_key
@@ -109,7 +109,7 @@ class Daemon:
             is_ready=lambda: not self._admin.readiness(),
             movers=self._read_movers,
         )
-        self._recorders = Recorders(History(boot=self._boot), self._metrics, Samples(self._read_gauges))
+        self._recorders = Recorders(History(), self._metrics, Samples())
         self._planning = FairThread("plans")
         self._has_idled = False  # no event since the last turn of the timer
         self._timer_watch = TimerWatch(self._on_tick, self._metrics.record_late_timer, self._is_idle)
@@ -340,12 +340,6 @@ class Daemon:
         self._metrics.record_loop_lag(lag_s)
         self._recorders.samples.tick()
         self._admin.warning_list.renew(WARNINGS_EACH_S)
-
-    def _read_gauges(self) -> Gauges:
-        num_running, oldest = self._node.pulls.running_and_oldest()
-        age_s = time.monotonic() - oldest if num_running else 0.0
-        num_warnings = self._admin.warning_list.counts().total()
-        return Gauges(running_pulls=num_running, oldest_pull_s=age_s, warnings=num_warnings)
 
     def _read_movers(self) -> MoverReading:
         pool, assigned = self._node.mover_pool, self._node.movers.num_children()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
 from kvxferd.errors import Code
@@ -23,7 +25,7 @@ RELEASE_REASONS = (
 WAYS = ("direct", "covering")
 
 
-class _Stamped(msgspec.Struct, frozen=True, kw_only=True):
+class _Stamped(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """A record with its time. The core has no time of day: the daemon stamps what the core emits."""
 
     ended_at: float = 0.0  # Unix seconds; 0: not stamped
@@ -36,7 +38,7 @@ class _Timed(_Stamped, frozen=True, kw_only=True):
     started_at: float = 0.0
 
 
-class PullRecord(_Timed, frozen=True, kw_only=True):
+class PullRecord(_Timed, frozen=True, kw_only=True, tag="pull"):
     """One pull that ended: a log line, a row of history, a sample of every histogram."""
 
     pull: PullId
@@ -70,7 +72,7 @@ class PullRecord(_Timed, frozen=True, kw_only=True):
         return self.outcome == "failed"
 
 
-class HandshakeRecord(_Timed, frozen=True, kw_only=True):
+class HandshakeRecord(_Timed, frozen=True, kw_only=True, tag="handshake"):
     """One attempt to learn a remote engine, ended."""
 
     peer: Endpoint  # the daemon that was asked
@@ -90,7 +92,7 @@ class ReaderRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int  # that these ranks report; 0 from daemons that do not report it
 
 
-class ReleaseRecord(_Timed, frozen=True, kw_only=True):
+class ReleaseRecord(_Timed, frozen=True, kw_only=True, tag="release"):
     """One published transfer that was released."""
 
     transfer_id: TransferId
@@ -108,7 +110,7 @@ class ReleaseRecord(_Timed, frozen=True, kw_only=True):
         return next((peer for reader in self.readers for peer in reader.peers), Endpoint(""))
 
 
-class PlacementRecord(_Stamped, frozen=True, kw_only=True):
+class PlacementRecord(_Stamped, frozen=True, kw_only=True, tag="placement"):
     """How a mover reaches a rank's memory, as it bound or tested it."""
 
     engine_id: EngineId
@@ -120,7 +122,7 @@ class PlacementRecord(_Stamped, frozen=True, kw_only=True):
     gigabytes_per_s: float
 
 
-class TransportsRecord(_Stamped, frozen=True, kw_only=True):
+class TransportsRecord(_Stamped, frozen=True, kw_only=True, tag="lanes"):
     """A rank's mover connected to another process over transports that it had not used."""
 
     engine_id: EngineId
@@ -131,6 +133,14 @@ class TransportsRecord(_Stamped, frozen=True, kw_only=True):
 
 
 Record = PullRecord | HandshakeRecord | ReleaseRecord | PlacementRecord | TransportsRecord
+
+
+def kind_of(record: Record | type[Record]) -> str:
+    """Return "pull", "handshake", "release", "placement" or "lanes": the field `kind` of its JSON."""
+    return str(record.__struct_config__.tag)
+
+
+RECORD_KINDS = tuple(map(kind_of, get_args(Record)))
 
 
 class ServedRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):

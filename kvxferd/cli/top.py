@@ -19,7 +19,7 @@ from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.errors import KvxferdError
 from kvxferd.fd_wait import wait_readable
 from kvxferd.records import NodeSnapshot
-from kvxferd.telemetry.overview import FailureReason, Level, NodeVerdict
+from kvxferd.telemetry.overview import FailureReason, Level, NodeVerdict, running_pulls
 from kvxferd.telemetry.samples import LastMinute, SampleReport
 from kvxferd.telemetry.units import (
     UNKNOWN,
@@ -128,7 +128,7 @@ def print_report(status: dict[str, Any], samples: dict[str, Any]) -> None:
         print_line(f"to do: {verdict.remedy}")
     for warning in reversed(msgspec.convert(status["warnings"], list[NodeWarning])):
         print_line(f"{warning.kind.value} since {format_clock(warning.since)}Z: {warning.text}", "yellow")
-    print_line(_last_minute(report.last_minute))
+    print_line(_last_minute(report.last_minute, node))
     _print_first("Pairs of engines, 15 minutes", PAIRS, sorted(report.pairs, key=lambda row: -row.delivered))
     if reasons := msgspec.convert(samples["failure_reasons"], list[FailureReason]):
         _print_first("Why pulls failed in the last 15 minutes", REASONS, reasons)
@@ -142,14 +142,15 @@ def _print_first(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> 
     print_table(title, columns, rows[:MAX_ROWS], more=max(0, len(rows) - MAX_ROWS))
 
 
-def _last_minute(minute: LastMinute) -> str:
+def _last_minute(minute: LastMinute, node: NodeSnapshot) -> str:
     share = format_share(minute.failure_share) if minute.delivered + minute.failed else UNKNOWN
-    oldest = format_time(minute.oldest_pull_s) if minute.running_pulls else UNKNOWN
+    num_running, oldest = running_pulls(node)
     rate = (minute.delivered + minute.failed) / max(minute.seconds, 1)
     return (
         f"in {format_rate(minute.pulled_bytes_per_s)}, out {format_rate(minute.served_bytes_per_s)}, "
         f"{rate:.3g} pulls/s, {share} failed, p50 {format_time(minute.p50_s)}, "
-        f"p99 {format_time(minute.p99_s)}, {format_count(minute.running_pulls)} running, oldest {oldest}"
+        f"p99 {format_time(minute.p99_s)}, {format_count(num_running)} running, "
+        f"oldest {format_time(oldest.age_s if oldest else None)}"
     )
 
 

@@ -21,7 +21,7 @@ from kvxferd.control.responses import error_response, json_response
 from kvxferd.control.status_page import page_response
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId
-from kvxferd.telemetry.history import HistoryQuery, record_to_json
+from kvxferd.telemetry.history import HistoryQuery
 from kvxferd.telemetry.log_buffer import LOG_BUFFER
 from kvxferd.telemetry.overview import failure_reasons, peer_lines, verdict_of
 from kvxferd.telemetry.samples import RING_S
@@ -49,8 +49,7 @@ class Route(NamedTuple):
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     is_cached: bool = False
     # Names the response that such clients share; by default there is one for the path. Few names are allowed.
-    # None: this response is not shared.
-    cache_key: Callable[[web.Request], str | None] | None = None
+    cache_key: Callable[[web.Request], str] = lambda request: ""
 
 
 async def status_page(request: web.Request) -> web.StreamResponse:
@@ -148,17 +147,12 @@ async def transfers(request: web.Request) -> web.StreamResponse:
 
 
 async def history(request: web.Request) -> web.StreamResponse:
-    """The last records, oldest first; with a query those that it finds, and a cursor for what comes next."""
-    view = request.app[NODE_ADMIN]
-    if not request.query:
-        return json_response({"records": [record_to_json(record) for record in view.history.records()]})
+    """The last records that the query finds, oldest first."""
     try:
         query = msgspec.convert(dict(request.query), HistoryQuery, strict=False)
     except msgspec.ValidationError as error:
         raise KvxferdError(f"cannot search the history: {error}", Code.BAD_REQUEST) from error
-    page = view.history.search(query)
-    found = [record_to_json(record) for record in page.records]
-    return json_response(page._asdict() | {"records": found})
+    return json_response({"records": request.app[NODE_ADMIN].history.search(query)})
 
 
 async def samples(request: web.Request) -> web.StreamResponse:
@@ -203,14 +197,7 @@ ROUTES = [
     Route("GET", "/v1/topology", Access.ANYONE, topology, is_cached=True),
     Route("GET", "/v1/peers", Access.ANYONE, peers, is_cached=True),
     Route("GET", "/v1/transfers", Access.ANYONE, transfers, is_cached=True),
-    Route(
-        "GET",
-        "/v1/history",
-        Access.ANYONE,
-        history,
-        is_cached=True,
-        cache_key=lambda request: None if request.query else "",
-    ),
+    Route("GET", "/v1/history", Access.ANYONE, history),
     Route(
         "GET",
         "/v1/samples",

@@ -130,10 +130,7 @@ def _cached(route: Route) -> Handler:
     async def shared(request: web.Request) -> web.StreamResponse:
         if not route.is_cached or is_operator(request):
             return await route.handler(request)
-        key = route.cache_key(request) if route.cache_key else ""
-        if key is None:
-            return await route.handler(request)
-        return await request.app[RESPONSE_CACHE].respond(request, route.handler, key)
+        return await request.app[RESPONSE_CACHE].respond(request, route.handler, route.cache_key(request))
 
     return shared
 

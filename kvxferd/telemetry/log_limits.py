@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from kvxferd.telemetry.history import KINDS
+from kvxferd.records import RECORD_KINDS
 from kvxferd.telemetry.log_buffer import LOG_COUNTS, LogCounts
 
 WINDOW_S = 10.0
@@ -25,7 +25,7 @@ MAX_SOURCES = 1_024
 MAX_KEY_CHARS = 128
 # docs/how-to/monitor.md promises one line for each. Only a process with a registered rank can cause them,
 # and operator requests only root and the daemon's own user.
-UNLIMITED_EVENTS = frozenset({"operator request", *KINDS})
+UNLIMITED_EVENTS = frozenset({"operator request", *RECORD_KINDS})
 
 _Key = tuple[str, str]
 

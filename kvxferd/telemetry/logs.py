@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import msgspec
 import structlog
 
 from kvxferd.config import LogConfig
@@ -21,7 +22,6 @@ from kvxferd.records import (
     ReleaseRecord,
     TransportsRecord,
 )
-from kvxferd.telemetry.history import record_to_json
 from kvxferd.telemetry.log_buffer import LOG_BUFFER, StderrStream
 from kvxferd.telemetry.log_limits import LogRateLimiter, RateLimitFilter, RateLimitProcessor
 
@@ -151,7 +151,7 @@ def log_record(record: Record) -> None:
     """Log the one line of a record: the fields of `/v1/history` that are not empty."""
     log: Any = structlog.get_logger()
     write = log.warning if _is_problem(record) else log.info
-    fields = record_to_json(record)
+    fields = msgspec.to_builtins(record)
     event = fields.pop("kind")
     write(event, **{name: _short(value) for name, value in fields.items() if _is_shown(name, value)})
 

@@ -23,6 +23,7 @@ FAILING_SHARE = 0.01
 NEAR_LIMIT_SHARE = 0.8
 # A pull that takes this long is worth a line, long before its deadline of 30 s or more.
 LONG_PULL_S = 3.0
+IN_DOUBT = "in-doubt"
 
 
 class Level(StrEnum):
@@ -62,7 +63,7 @@ def verdict_of(
         return NodeVerdict(Level.BAD, f"Not ready: {'; '.join(reasons)}.")
     kinds = ", ".join(dict.fromkeys(warnings))
     noun = "warning" if len(warnings) == 1 else "warnings"
-    others = f"{_long_pull(minute, node.pulls)}{_near_limits(node.limits)}"
+    others = f"{_long_pull(node)}{_near_limits(node.limits)}"
     if warnings:
         others += f" {len(warnings)} {noun}: {kinds}."
     if minute.failed:
@@ -99,15 +100,21 @@ def _pulls(minute: LastMinute) -> str:
     return f"{text}, most with {minute.worst_code}{from_peer}."
 
 
-def _long_pull(minute: LastMinute, pulls: Sequence[PullSnapshot]) -> str:
-    if not minute.running_pulls or minute.oldest_pull_s < LONG_PULL_S:
+def running_pulls(node: NodeSnapshot) -> tuple[int, PullSnapshot | None]:
+    """Return how many pulls have not ended, and the oldest of them. Those in doubt have."""
+    shown = [pull for pull in node.pulls if pull.phase != IN_DOUBT]
+    num_running = sum(node.pull_phases.values()) - node.pull_phases.get(IN_DOUBT, 0)
+    return num_running, max(shown, key=lambda pull: pull.age_s, default=None)
+
+
+def _long_pull(node: NodeSnapshot) -> str:
+    num_running, oldest = running_pulls(node)
+    if oldest is None or oldest.age_s < LONG_PULL_S:
         return ""
-    age, running = format_time(minute.oldest_pull_s), [pull for pull in pulls if pull.phase != "in-doubt"]
-    oldest = max(running, key=lambda pull: pull.age_s, default=None)
-    waits = f", {oldest.waits}" if oldest is not None and oldest.waits else ""
-    if minute.running_pulls == 1:
-        return f" The one running pull has run for {age}{waits}."
-    return f" The oldest of {format_count(minute.running_pulls)} running pulls has run for {age}{waits}."
+    runs = f"has run for {format_time(oldest.age_s)}{f', {oldest.waits}' if oldest.waits else ''}."
+    if num_running == 1:
+        return f" The one running pull {runs}"
+    return f" The oldest of {format_count(num_running)} running pulls {runs}"
 
 
 class PeerLine(PeerRow, frozen=True, kw_only=True):

@@ -11,12 +11,12 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 
 from kvxferd.errors import Code
-from kvxferd.records import PHASES, PullRecord, Record, ReleaseRecord
+from kvxferd.records import PHASES, PullRecord, Record
 
 RING_S = 900
 MINUTE_S = 60
@@ -60,44 +60,30 @@ class PeerRow(SumsRow, frozen=True, kw_only=True):
     peer: str
 
 
-class SlotRow(SumsRow, frozen=True, kw_only=True):
+class NodeRow(SumsRow, frozen=True, kw_only=True):
+    """What the node did in some time."""
+
+    served_bytes: int  # that other pulls read from this node, counted when they acknowledge
+    failures: dict[str, int]  # failed pulls by code, the commonest first
+
+
+class SlotRow(NodeRow, frozen=True, kw_only=True):
     """What the node did in one slot."""
 
     at: int  # Unix time of its end, or of now
     span_s: float  # how long it was: less than `SLOT_S` at the start and for the present one
-    cancelled: int
-    served_bytes: int  # that other pulls read from this node, counted when they acknowledge
-    served_transfers: int
-    expired_leases: int
-    running_pulls: int  # at its end
-    oldest_pull_s: float  # age of the oldest of those, 0 without one
-    warnings: int
-    failures: dict[str, int]  # failed pulls by code
     phases_s: dict[str, float]  # seconds that pulls which ended spent in each phase
 
 
-class LastMinute(msgspec.Struct, frozen=True, kw_only=True):
+class LastMinute(NodeRow, frozen=True, kw_only=True):
     """What a node did in its last 60 to 70 seconds, or since it serves."""
 
     seconds: float  # how long that was
-    delivered: int  # pulls
-    failed: int
-    cancelled: int
     failure_share: float  # failed / (delivered + failed), 0 to 1
-    pulled_bytes: int
     pulled_bytes_per_s: float
-    served_bytes: int
     served_bytes_per_s: float
-    served_transfers: int
-    p50_s: float | None
-    p99_s: float | None
-    failures: dict[str, int]  # failed pulls by code, the commonest first
     worst_code: str  # the commonest code of a failed pull; "" without one
     worst_peer: str  # the daemon from which most of those should have come; "" if not known
-    expired_leases: int
-    running_pulls: int  # now
-    oldest_pull_s: float  # age of the oldest of those, 0 without one
-    warnings: int  # now
 
 
 class SampleReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,14 +94,6 @@ class SampleReport(msgspec.Struct, frozen=True, kw_only=True):
     # Of the same time. Most failures first, then most bytes.
     pairs: list[PairRow]
     peers: list[PeerRow]
-
-
-class Gauges(NamedTuple):
-    """What is read at each tick, not counted."""
-
-    running_pulls: int = 0
-    oldest_pull_s: float = 0.0
-    warnings: int = 0
 
 
 class _Sums:
@@ -179,7 +157,7 @@ class _Sums:
             rank -= count
         raise AssertionError("the buckets hold every delivered pull")
 
-    def row(self) -> dict[str, object]:
+    def row(self) -> dict[str, Any]:
         """Return the fields of a `SumsRow`."""
         return {
             "delivered": self.delivered,
@@ -209,8 +187,7 @@ class _Slot:
         self.number = number
         self.since = self.until = since  # of `clock`
         self.at = 0.0  # Unix time of `until`
-        self.gauges = Gauges()
-        self.cancelled = self.expired_leases = self.served_bytes = self.served_transfers = 0
+        self.served_bytes = 0
         self.phases_s = dict.fromkeys(PHASES, 0.0)
         self.all, self.pairs, self.peers = _Sums(), _SumsByKey(), _SumsByKey()
         self.slowest: list[PullRecord] = []  # delivered ones, in no order
@@ -219,7 +196,6 @@ class _Slot:
         for phase, elapsed_s in record.phases_s.items():
             self.phases_s[phase] += elapsed_s
         if record.outcome == "cancelled":
-            self.cancelled += 1
             return
         self.all.add(record)
         self.pairs.of((record.source, record.sink)).add(record)
@@ -230,19 +206,18 @@ class _Slot:
             if len(self.slowest) > MAX_SLOWEST_A_SLOT:
                 self.slowest.remove(min(self.slowest, key=lambda pull: pull.total_s))
 
-    def slot_row(self) -> SlotRow:
-        return SlotRow(
-            **self.all.row(),  # type: ignore[arg-type]
-            at=round(self.at),
-            span_s=round(self.until - self.since, 3),
-            cancelled=self.cancelled,
-            served_bytes=self.served_bytes,
-            served_transfers=self.served_transfers,
-            expired_leases=self.expired_leases,
-            failures=dict(sorted(self.all.failures.items())),
-            phases_s={phase: round(elapsed_s, 6) for phase, elapsed_s in self.phases_s.items()},
-            **self.gauges._asdict(),
-        )
+
+def _node_row(slots: Sequence[_Slot]) -> dict[str, Any]:
+    """Return the fields of a `NodeRow`."""
+    total = _Sums.total([slot.all for slot in slots])
+    served_bytes = sum(slot.served_bytes for slot in slots)
+    return {**total.row(), "served_bytes": served_bytes, "failures": total.failures}
+
+
+def _slot_row(slot: _Slot) -> SlotRow:
+    phases_s = {phase: round(elapsed_s, 6) for phase, elapsed_s in slot.phases_s.items()}
+    span_s = round(slot.until - slot.since, 3)
+    return SlotRow(**_node_row([slot]), at=round(slot.at), span_s=span_s, phases_s=phases_s)
 
 
 def _boot_time() -> float:
@@ -254,18 +229,16 @@ class Samples:
 
     def __init__(
         self,
-        read_gauges: Callable[[], Gauges] = Gauges,
         clock: Callable[[], float] = _boot_time,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._read_gauges = read_gauges
         self._clock = clock  # seconds
         self._wall_clock = wall_clock
         self._started = now = clock()
         self._slots: deque[_Slot] = deque([_Slot(int(now // SLOT_S), now)])
 
     def tick(self) -> None:
-        """Begin a slot if one is due, and read the gauges: a few times a second, and before a report."""
+        """Begin a slot if one is due: a few times a second, and before a report."""
         now = self._clock()
         number = int(now // SLOT_S)
         if number > self._slots[-1].number:
@@ -274,69 +247,52 @@ class Samples:
                 self._slots.popleft()
         slot = self._slots[-1]
         slot.until, slot.at = now, self._wall_clock()
-        slot.gauges = self._read_gauges()
 
     def add(self, record: Record) -> None:
-        """Count a record in the present slot."""
-        match record:
-            case PullRecord():
-                self._slots[-1].add_pull(record)
-            case ReleaseRecord(why=Code.LEASE_EXPIRED):
-                self._slots[-1].expired_leases += 1
+        """Count a pull in the present slot."""
+        if isinstance(record, PullRecord):
+            self._slots[-1].add_pull(record)
 
     def add_served(self, num_bytes: int) -> None:
-        """Count a transfer that another pull has read from this node."""
+        """Count what another pull has read from this node."""
         slot = self._slots[-1]
         slot.served_bytes = min(slot.served_bytes + max(num_bytes, 0), _MAX_SUM)
-        slot.served_transfers += 1
 
     def last_minute(self) -> LastMinute:
         """Return rates and failures of the last 60 to 70 seconds."""
         self.tick()
         slots = self._last_slots(MINUTE_S + SLOT_S)
-        present, total = slots[-1], _Sums.total([slot.all for slot in slots])
-        began = max(self._started, (present.number - MINUTE_S // SLOT_S) * SLOT_S)
-        seconds = present.until - began
-        failed = total.failed
-        worst_code = next(iter(total.failures), "")
+        present, row = slots[-1], _node_row(slots)
+        seconds = present.until - max(self._started, (present.number - MINUTE_S // SLOT_S) * SLOT_S)
+        delivered, failed = row["delivered"], row["failed"]
+        worst_code = next(iter(row["failures"]), "")
         peers = _totals([slot.peers for slot in slots]) if failed else []
         failed_from = {peer: sums.failures.get(worst_code, 0) for (peer,), sums in peers if peer != OTHERS}
         worst_peer = max(failed_from, key=lambda peer: failed_from[peer], default="")
         return LastMinute(
+            **row,
             seconds=round(seconds, 1),
-            delivered=total.delivered,
-            failed=failed,
-            cancelled=sum(slot.cancelled for slot in slots),
-            failure_share=failed / (total.delivered + failed) if failed else 0.0,
-            pulled_bytes=total.pulled_bytes,
-            pulled_bytes_per_s=total.pulled_bytes / max(seconds, 1),
-            served_bytes=(served_bytes := sum(slot.served_bytes for slot in slots)),
-            served_bytes_per_s=served_bytes / max(seconds, 1),
-            served_transfers=sum(slot.served_transfers for slot in slots),
-            p50_s=total.quantile(0.5),
-            p99_s=total.quantile(0.99),
-            failures=total.failures,
+            failure_share=failed / (delivered + failed) if failed else 0.0,
+            pulled_bytes_per_s=row["pulled_bytes"] / max(seconds, 1),
+            served_bytes_per_s=row["served_bytes"] / max(seconds, 1),
             worst_code=worst_code,
             worst_peer=worst_peer if failed_from.get(worst_peer) else "",
-            expired_leases=sum(slot.expired_leases for slot in slots),
-            **present.gauges._asdict(),
         )
 
     def report(self, seconds: int) -> SampleReport:
         """Return the slots of the last seconds, at most `RING_S`."""
         minute = self.last_minute()
         slots = self._last_slots(seconds)
-        by_number = {slot.number: slot.slot_row() for slot in slots}
+        by_number = {slot.number: _slot_row(slot) for slot in slots}
         return SampleReport(
             slots=[by_number.get(number) for number in range(slots[0].number, slots[-1].number + 1)],
             last_minute=minute,
             pairs=[
-                PairRow(source=source, sink=sink, **sums.row())  # type: ignore[arg-type]
+                PairRow(source=source, sink=sink, **sums.row())
                 for (source, sink), sums in _totals([slot.pairs for slot in slots])
             ],
             peers=[
-                PeerRow(peer=peer, **sums.row())  # type: ignore[arg-type]
-                for (peer,), sums in _totals([slot.peers for slot in slots])
+                PeerRow(peer=peer, **sums.row()) for (peer,), sums in _totals([slot.peers for slot in slots])
             ],
         )
 

@@ -44,7 +44,7 @@ from kvxferd.records import (
     TransportsSnapshot,
 )
 from kvxferd.telemetry.history import History
-from kvxferd.telemetry.samples import Gauges, Samples
+from kvxferd.telemetry.samples import Samples
 from kvxferd.telemetry.warnings import NodeWarning, WarningKind
 from tests.support.fetched_engine import register
 
@@ -235,8 +235,8 @@ def records() -> list[Record]:
 
 def samples() -> Samples:
     """Three slots, the second of which is missing: the pulls of `records`, and one that was read here."""
-    now, gauges = 105.0, Gauges(running_pulls=1, oldest_pull_s=2.25, warnings=2)
-    found = Samples(lambda: gauges, lambda: now, lambda: 1_700_000_000.0 + now)
+    now = 105.0
+    found = Samples(lambda: now, lambda: 1_700_000_000.0 + now)
     for record in records():
         found.add(record)
     found.add_served(1 << 20)
@@ -315,7 +315,7 @@ class StillNode:
     @property
     def history(self) -> History:
         """Of its records."""
-        history = History(boot="boot-a")
+        history = History()
         for record in self.records():
             history.add(record)
         return history

@@ -656,11 +656,6 @@ class Pulls:
         """Return the pulls that are not over, those in doubt too."""
         return list(self._pulls.values())
 
-    def running_and_oldest(self) -> tuple[int, float]:
-        """Return how many pulls have not ended and when the oldest arrived, or 0. Without those in doubt."""
-        waits = [pull.received_at for pull in self._pulls.values() if pull.phase is not PullPhase.IN_DOUBT]
-        return len(waits), waits[0] if waits else 0.0
-
     def charges(self) -> Iterator[Charge]:
         """Yield what the pulls and their grants are counted for."""
         for pull in self._pulls.values():

@@ -12,7 +12,7 @@ from kvxferd.ids import Endpoint
 from kvxferd.records import LimitSnapshot, PullRecord
 from kvxferd.telemetry.overview import Level, NodeVerdict, failure_reasons, peer_lines, verdict_of
 from kvxferd.telemetry.remedies import DEFAULT_REMEDY, REMEDIES, remedy_of
-from kvxferd.telemetry.samples import Gauges, PeerRow, Samples
+from kvxferd.telemetry.samples import PeerRow, Samples
 from tests.support.node_samples import PEER, node_snapshot, pull_record
 
 NOW = 1_700_000_000.0
@@ -31,12 +31,12 @@ def verdict(
     **facts: list[str],
 ) -> NodeVerdict:
     times = iter([0.0])
-    samples = Samples(lambda: Gauges(running_pulls=1, oldest_pull_s=oldest_s), lambda: next(times, 1.0))
+    samples = Samples(lambda: next(times, 1.0))
     for record in records:
         samples.add(record)
     found = {"reasons": [], "warnings": [], **facts}
     node = node_snapshot(draining=draining)
-    waiting = msgspec.structs.replace(node.pulls[0], waits="in grant: tcp://10.9.9.9:1 waits")
+    waiting = msgspec.structs.replace(node.pulls[0], age_s=oldest_s, waits="in grant: tcp://10.9.9.9:1 waits")
     younger = msgspec.structs.replace(waiting, age_s=0.125, waits="for something else")
     node = msgspec.structs.replace(node, limits=limits, pulls=(younger, waiting))
     return verdict_of(
