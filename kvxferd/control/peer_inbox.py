@@ -11,7 +11,7 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -19,6 +19,7 @@ import structlog
 from kvxferd.control.fair_thread import FairThread
 from kvxferd.core.events import CheckedLayout, Event, LayoutsChecked, PeerReply, PeerRequest, Tick
 from kvxferd.core.limits.ledger import FairShare
+from kvxferd.core.node import Node
 from kvxferd.core.peers.manifest_checks import LayoutCache, checked_layouts
 from kvxferd.errors import Code, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.ids import Endpoint
@@ -48,18 +49,7 @@ MAX_DEFERRED_BYTES = 128 << 20
 MAX_CACHED_BYTES = 8 << 20
 
 T = TypeVar("T")
-
-
-class EarlyChecks(Protocol):
-    """Checks by the node before a manifest is decoded."""
-
-    def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
-        """Return why the rank may not join, whatever its layout; None if it may."""
-        ...
-
-    def is_request_open(self, endpoint: Endpoint, request: int) -> bool:
-        """Whether a request to that peer still waits for its reply."""
-        ...
+M = TypeVar("M", JoinRank, ManifestReply)
 
 
 class Sender(NamedTuple):
@@ -85,19 +75,19 @@ class _Deferred:
 
 
 class PeerInbox:
-    """`on_event` gets every message; `reply` sends refusals.
+    """`on_event` gets every message; `reply` sends refusals. `node` decides whether a manifest is decoded.
 
     `is_admitted` is called again for a message that has waited: the allow-lists may have been reloaded.
     """
 
     def __init__(
         self,
-        checks: Callable[[], EarlyChecks],
+        node: Callable[[], Node],
         on_event: Callable[[Event], None],
         reply: Callable[[bytes, Message], None],
         is_admitted: Callable[[Sender], bool] = lambda sender: True,
     ) -> None:
-        self._checks = checks
+        self._node = node
         self._on_event = on_event
         self._reply = reply
         self._is_admitted = is_admitted
@@ -177,7 +167,7 @@ class PeerInbox:
             self._log_refused(sender, Code.OUT_OF_PLACE, "a JoinRank came as a reply")
             return
         self._on_event(Tick())  # a refusal may end with time, and nothing may have happened for long
-        refused = self._checks().refusal_of_join(sender.route, outline, sender.key)
+        refused = self._node().refusal_of_join(sender.route, outline, sender.key)
         if refused is not None:
             self._reply(sender.route, refused)
             return
@@ -199,18 +189,10 @@ class PeerInbox:
             manifest = msgspec.structs.replace(message.manifest, layout=checked[0].layout)
             return msgspec.structs.replace(message, manifest=manifest), checked
 
-        def done(outcome: tuple[JoinRank, tuple[CheckedLayout, ...]] | Exception) -> None:
-            if not isinstance(outcome, Exception):
-                message, checked = outcome
-                self._cache_manifest(name, message.manifest, len(content))
-                self._on_event(LayoutsChecked(checked))
-                self._emit_message(sender, message)
-            elif isinstance(outcome, KvxferdError):
-                self._reply(sender.route, refusal_of(outline.request, outcome))
-            else:
-                self._refuse_undecodable(sender, b"", outcome)
+        def done(message: JoinRank) -> None:
+            self._cache_manifest(name, message.manifest, len(content))
 
-        self._run_on_thread(sender, work, done)
+        self._check_on_thread(sender, outline.request, work, done)
 
     def _cache_manifest(self, name: bytes, manifest: RankManifest, num_bytes: int) -> None:
         self._manifest_cache[name] = manifest, num_bytes
@@ -227,24 +209,36 @@ class PeerInbox:
                 PeerRefused(request=outline.request, code=Code.OUT_OF_PLACE, message=text),
             )
             return
-        if not self._checks().is_request_open(sender.endpoint, outline.request):
+        if not self._node().is_request_open(sender.endpoint, outline.request):
             return  # replied to already, or given up
 
         def work() -> tuple[ManifestReply, tuple[CheckedLayout, ...]]:
             message = decode_manifest_reply(outline)
-            if not message.ranks:
-                return message, ()
-            return message, checked_layouts(message.ranks, self._layouts)
+            return message, checked_layouts(message.ranks, self._layouts) if message.ranks else ()
 
-        def done(outcome: tuple[ManifestReply, tuple[CheckedLayout, ...]] | Exception) -> None:
+        self._check_on_thread(sender, outline.request, work)
+
+    def _check_on_thread(
+        self,
+        sender: Sender,
+        request: int,
+        work: Callable[[], tuple[M, tuple[CheckedLayout, ...]]],
+        on_checked: Callable[[M], None] = lambda message: None,
+    ) -> None:
+        """Have a message with manifests decoded and checked, and emit it, or why it is refused."""
+
+        def done(outcome: tuple[M, tuple[CheckedLayout, ...]] | Exception) -> None:
             if not isinstance(outcome, Exception):
                 message, checked = outcome
+                on_checked(message)
                 self._on_event(LayoutsChecked(checked))
                 self._emit_message(sender, message)
-            elif isinstance(outcome, KvxferdError):
-                self._emit_message(sender, refusal_of(outline.request, outcome))
-            else:
+            elif not isinstance(outcome, KvxferdError):
                 self._refuse_undecodable(sender, b"", outcome)
+            elif sender.route:
+                self._reply(sender.route, refusal_of(request, outcome))
+            else:
+                self._emit_message(sender, refusal_of(request, outcome))
 
         self._run_on_thread(sender, work, done)
 

@@ -18,7 +18,7 @@ from kvxferd.control import zap
 from kvxferd.control.connection_guard import ConnectionGuard
 from kvxferd.control.connection_reports import ConnectionReport, ConnectionReports
 from kvxferd.control.curve_keys import CurveKeyPair
-from kvxferd.control.peer_inbox import EarlyChecks, PeerInbox, Sender
+from kvxferd.control.peer_inbox import PeerInbox, Sender
 from kvxferd.control.resolver import Resolver, is_numeric
 from kvxferd.control.turns import Turns
 from kvxferd.control.unread_replies import MAX_SHORT_REPLIES, MIN_TRACKED_BYTES, UnreadReplies
@@ -27,6 +27,7 @@ from kvxferd.control.zap import ZapAuthenticator
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.events import Event, PeerConnected, PeerDisconnected, PeerUnreachable
+from kvxferd.core.node import Node
 from kvxferd.errors import Code, ConfigError
 from kvxferd.ids import Endpoint
 from kvxferd.wire.codec import encode
@@ -66,7 +67,7 @@ class PeerSocket:
         self,
         bind: str,
         on_event: Callable[[Event], None],
-        checks: Callable[[], EarlyChecks],
+        node: Callable[[], Node],
         allowlist: PeerAllowlist | None = None,
         key: CurveKeyPair | None = None,
         resolver: Resolver | None = None,
@@ -85,7 +86,7 @@ class PeerSocket:
         self._context.set(zmq.MAX_SOCKETS, MAX_ZMQ_SOCKETS)
         self._router: WatchedSocket | None = None
         self._guard: ConnectionGuard | None = None
-        self._inbox = PeerInbox(checks, on_event, self.reply, self._is_admitted)
+        self._inbox = PeerInbox(node, on_event, self.reply, self._is_admitted)
         self._unread_replies = UnreadReplies()
         self._resolver = resolver or Resolver()
         self._turns = turns or Turns()
