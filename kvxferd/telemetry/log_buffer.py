@@ -12,7 +12,6 @@ import io
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -32,7 +31,6 @@ WRITE_BYTES = 4_096
 CLOSE_S = 1.0  # half of it for everything in order, half for the last lines
 LAST_LINES = 64
 PAUSE_S = 0.01  # in which lines that are no errors gather
-REPORT_S = 10.0  # between two reports of dropped lines, while the reader stays slow
 
 
 class LogCounts:
@@ -59,8 +57,6 @@ class LogBuffer:
         self._next = 1  # the number of the line that is written next
         self._name = secrets.token_hex(4)
         self._num_unreported = 0  # lines dropped since the last report
-        self._reported_at = 0.0
-        self._was_written = True  # whether the descriptor took the last batch
         self._is_closing = False
         self._is_idle = False  # the writer waits for a line
         self._ended = threading.Event()
@@ -116,11 +112,11 @@ class LogBuffer:
     # --- on the writer's thread
 
     def _run(self) -> None:
-        while (text := self._next_batch()) is not None:
-            self._was_written = self._write(text)
-            if not self._was_written:
+        while (batch := self._next_batch()) is not None:
+            text, num_lines = batch
+            if not self._write(text):
                 with self._changed:
-                    self._drop(text.count(b"\n"))
+                    self._drop(num_lines)
             self._pause()
         with self._changed:
             self._ended.set()
@@ -135,38 +131,29 @@ class LogBuffer:
             if not (self._is_closing or self._has_unwritten):
                 self._changed.wait(PAUSE_S)
 
-    def _next_batch(self) -> bytes | None:
-        """Wait for lines; return a batch, oldest first, or None once the buffer is closed and empty."""
+    def _next_batch(self) -> tuple[bytes, int] | None:
+        """Wait for lines; return a batch, oldest first, and their number; None: it is closed and empty.
+
+        How many lines were dropped stands before those that follow them.
+        """
         with self._changed:
             while not self._has_unwritten:
-                if self._is_closing and self._num_unreported and self._was_written:
-                    return self._report()
                 if self._is_closing:
                     return None
                 self._is_idle = True
                 self._changed.wait()
                 self._is_idle = False
-            if self._is_report_due():
-                return self._report()
-            text = b""
+            text, first = b"", self._next
+            if self._num_unreported:
+                num_dropped, self._num_unreported = self._num_unreported, 0
+                text = self._render_dropped(num_dropped).encode() + b"\n"
             while self._has_unwritten:
                 line = self._lines.get(self._next)
                 if text and len(text) + len(line) > WRITE_BYTES:
                     break
                 text += line
                 self._next += 1
-            return text
-
-    def _is_report_due(self) -> bool:
-        if not self._num_unreported or not self._was_written:
-            return False  # without a reader the report would be dropped too
-        has_caught_up = 2 * (self._lines.last - self._next) < MAX_LINES
-        return has_caught_up or time.monotonic() - self._reported_at > REPORT_S
-
-    def _report(self) -> bytes:
-        num_dropped, self._num_unreported = self._num_unreported, 0
-        self._reported_at = time.monotonic()
-        return self._render_dropped(num_dropped).encode() + b"\n"
+            return text, self._next - first
 
     def _write(self, text: bytes) -> bool:
         """Write the whole text, however long that takes. False: the descriptor is closed or broken."""

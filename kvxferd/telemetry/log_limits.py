@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
@@ -74,7 +73,10 @@ class _Window:
 
 
 class RateLimitProcessor:
-    """The limiter as a structlog processor. `limit_by=` of a log call names the source; it is not logged."""
+    """The limiter as a structlog processor. `limit_by=` of a log call names the source; it is not logged.
+
+    Lines of the standard library's logging (asyncio's, aiohttp's, the movers') are limited by their template.
+    """
 
     def __init__(self, limiter: LogRateLimiter) -> None:
         self._limiter = limiter
@@ -83,8 +85,8 @@ class RateLimitProcessor:
         self, logger: Any, method: str, fields: MutableMapping[str, Any]
     ) -> MutableMapping[str, Any]:
         """Return the line, with `suppressed` if lines before it were dropped. Raises DropEvent."""
-        source = fields.pop("limit_by", "")
-        event = str(fields.get("event", ""))
+        source, library = fields.pop("limit_by", ""), fields.get("_record")
+        event = f"{library.name} {library.msg}" if library is not None else str(fields.get("event", ""))
         if event in UNLIMITED_EVENTS:
             return fields
         num_suppressed = self._limiter.admit(event, str(source))
@@ -93,18 +95,3 @@ class RateLimitProcessor:
         if num_suppressed:
             fields["suppressed"] = num_suppressed
         return fields
-
-
-class RateLimitFilter(logging.Filter):
-    """The same limits for the standard library's logging: asyncio's, aiohttp's and the movers' lines."""
-
-    def __init__(self, limiter: LogRateLimiter) -> None:
-        super().__init__()
-        self._limiter = limiter
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log the line; append to it how many were suppressed before it."""
-        num_suppressed = self._limiter.admit(f"{record.name} {record.msg}")
-        if num_suppressed:
-            record.msg = f"{record.msg} ({num_suppressed} such lines suppressed before)"
-        return num_suppressed is not None

@@ -23,10 +23,11 @@ from kvxferd.records import (
     TransportsRecord,
 )
 from kvxferd.telemetry.log_buffer import LOG_BUFFER, StderrStream
-from kvxferd.telemetry.log_limits import LogRateLimiter, RateLimitFilter, RateLimitProcessor
+from kvxferd.telemetry.log_limits import LogRateLimiter, RateLimitProcessor
 
 STDERR_FD = 2
 
+_ERROR_METHODS = frozenset({"error", "exception", "critical", "fatal"})
 _LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -82,18 +83,22 @@ def configure_logs(
         if is_json
         else [structlog.dev.ConsoleRenderer(colors=is_terminal and not os.environ.get("NO_COLOR"))]
     )
-    limiter = LogRateLimiter()
+    limit = RateLimitProcessor(LogRateLimiter())
+
+    def put_line(logger: Any, method: str, line: Any) -> str:
+        put(line, method in _ERROR_METHODS)
+        return ""
+
     structlog.configure(
-        processors=[RateLimitProcessor(limiter), *shared, *final],
-        logger_factory=lambda *args: _LineLogger(put),
+        processors=[limit, *shared, *final, put_line],
+        logger_factory=structlog.ReturnLoggerFactory(),
         cache_logger_on_first_use=False,
     )
     # asyncio and aiohttp use the standard library's logging: same form, at least warnings.
     handler = _LineHandler(put)
-    handler.addFilter(RateLimitFilter(limiter))
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
+            foreign_pre_chain=[limit, *shared],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
         )
     )
@@ -117,22 +122,6 @@ def _render_json(logger: Any, method: str, fields: MutableMapping[str, Any]) -> 
     return _JSON.encode(fields)
 
 
-class _LineLogger:
-    """The logger that structlog calls with a rendered line."""
-
-    def __init__(self, put: Callable[[str, bool], None]) -> None:
-        self._put = put
-
-    def debug(self, line: str) -> None:
-        self._put(line, False)
-
-    def error(self, line: str) -> None:
-        self._put(line, True)
-
-    info = warning = warn = msg = log = debug
-    exception = critical = fatal = failure = err = error
-
-
 class _LineHandler(logging.Handler):
     """The handler for lines of the standard library's logging."""
 
@@ -143,6 +132,8 @@ class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._put(self.format(record), record.levelno >= logging.ERROR)
+        except structlog.DropEvent:
+            pass
         except Exception:
             self.handleError(record)
 
