@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -76,10 +76,9 @@ class Daemon:
         self,
         loaded: LoadedConfig,
         read_config: Callable[[], LoadedConfig] | None = None,
-        early_hangups: Sequence[int] = (),
         config_path: str = "",
     ) -> None:
-        """`read_config` reads the same sources again for a reload. `early_hangups`: SIGHUPs before `run`.
+        """`read_config` reads the same sources again for a reload.
 
         `config_path`: of the file among those sources, "" where there is none.
         """
@@ -87,10 +86,7 @@ class Daemon:
         self._config = config = loaded.config
         self._config_path = config_path
         self._read_config = read_config or (lambda: loaded)
-        self._early_hangups = early_hangups
-        self._is_reload_pending = False  # a SIGHUP arrived before the daemon served
         self._has_node = False
-        self._is_serving = False
         self._boot = BootId(secrets.token_hex(4))
         self._on_event = DecisionLoop[Event, Effect](
             lambda: self._node,
@@ -157,11 +153,9 @@ class Daemon:
             # These run first at shutdown: a daemon without free descriptors also stops in order.
             closing.callback(release_reserved_fds)
             closing.callback(self._peer_socket.stop_listening)
-            self._is_serving = True
             self._peer_admission.watch()
             closing.callback(self._peer_admission.stop)
-            if self._early_hangups or self._is_reload_pending:
-                self._on_hangup()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # `kvxferd serve` has blocked it
             await self._stopping.wait()
             await self._wait_drained()
         operator_log.info("stopped", boot=self._boot)
@@ -281,9 +275,6 @@ class Daemon:
             loop.add_signal_handler(name, _log_ignored_signal, name)
 
     def _on_hangup(self) -> None:
-        if not self._is_serving:
-            self._is_reload_pending = True
-            return
         try:
             self.reload()
         except KvxferdError as error:
@@ -397,18 +388,14 @@ def _log_ignored_signal(number: signal.Signals) -> None:
 def serve(
     loaded: LoadedConfig,
     read_config: Callable[[], LoadedConfig],
-    early_hangups: Sequence[int] = (),
     config_path: str = "",
 ) -> int:
-    """Run the daemon of this node until it is stopped. Raises ConfigError if it cannot start.
-
-    `early_hangups` grows with each SIGHUP that arrives before the daemon has its own handlers.
-    """
+    """Run the daemon of this node until it is stopped. Raises ConfigError if it cannot start."""
     raise_fd_limit()
 
     async def run() -> int:
         try:
-            return await Daemon(loaded, read_config, early_hangups, config_path).run()
+            return await Daemon(loaded, read_config, config_path).run()
         finally:
             release_reserved_fds()  # the loop opens a socket pair when it closes
 

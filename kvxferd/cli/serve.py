@@ -62,9 +62,8 @@ def serve(
     """
     if parent_pid is not None:
         die_with_parent(parent_pid, signal.SIGTERM)
-    # Until the daemon can reload, a SIGHUP is recorded and does not end the process.
-    early: list[int] = []
-    signal.signal(signal.SIGHUP, lambda number, _: early.append(number))
+    # Until the daemon can reload, a SIGHUP waits and does not end the process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
     # A later change of the working directory or of the environment does not change what a reload reads.
     path, environ = config_path and config_path.absolute(), dict(os.environ)
@@ -75,7 +74,7 @@ def serve(
     from kvxferd.daemon import serve as run_daemon
 
     freeze_imports()
-    ctx.exit(run_daemon(loaded, lambda: load_with_sources(path, environ, given), early, str(path or "")))
+    ctx.exit(run_daemon(loaded, lambda: load_with_sources(path, environ, given), str(path or "")))
 
 
 def import_logs() -> ModuleType:

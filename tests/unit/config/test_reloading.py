@@ -76,7 +76,7 @@ async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daem
         settings=settings_of(running, daemon._peer_admission.allowlist),
         new_token=lambda: "token",
     )
-    daemon._has_node = daemon._is_serving = True
+    daemon._has_node = True
     daemon._ownership_file = OwnershipFile(Path("unused"), daemon._node.owners.saved_ranks)
     daemon._make_movers(())
     daemon._admin = NodeAdmin(
