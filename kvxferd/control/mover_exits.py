@@ -25,24 +25,25 @@ class MoverExits:
 
     def record(self, handle: MoverHandle) -> None:
         """Count a mover that is gone, before the core forgets it."""
-        mover = self._node.movers.get(handle.mover_id)
-        if mover is not None:
-            cause = self._cause_of_exit(mover)
-        elif isinstance(handle, ResidentHandle):
+        mover, is_resident = self._node.movers.get(handle.mover_id), isinstance(handle, ResidentHandle)
+        if mover is None and is_resident:
             return  # it was refused
-        else:
-            cause = MoverExit.DIED_UNASSIGNED if handle.library else MoverExit.DIED_STARTING
+        cause = self._cause_of_exit(mover)
         self.counts[cause] += 1
-        if cause is MoverExit.DIED_STARTING:
-            log.error("mover died before its agent was made", agent=handle.agent, pid=handle.pid)
-        elif cause is MoverExit.DIED_UNASSIGNED:
-            log.error("mover died before a rank had it", agent=handle.agent, pid=handle.pid)
-        elif cause is MoverExit.DIED and not isinstance(handle, ResidentHandle):
-            assert mover is not None
-            engine = mover.engine.engine_id if mover.engine is not None else ""
-            log.warning("mover died", limit_by=engine, engine=engine, agent=handle.agent, pid=handle.pid)
+        if cause is MoverExit.DIED and not is_resident:
+            engine = mover.engine.engine_id if mover is not None and mover.engine is not None else ""
+            log.warning(
+                "mover died",
+                limit_by=engine,
+                engine=engine,
+                agent=handle.agent,
+                pid=handle.pid,
+                was_ready=bool(handle.library),
+            )
 
-    def _cause_of_exit(self, mover: Mover) -> MoverExit:
+    def _cause_of_exit(self, mover: Mover | None) -> MoverExit:
+        if mover is None:  # no rank had it yet
+            return MoverExit.DIED
         if mover.state is MoverState.DYING:
             return MoverExit.REQUESTED
         if not self._worker_socket.is_worker_alive(mover.session):

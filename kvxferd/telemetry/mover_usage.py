@@ -25,8 +25,6 @@ class MoverExit(StrEnum):
     REQUESTED = "requested"  # the daemon ended it: its rank left or slept, or it was replaced
     WORKER_GONE = "worker-gone"  # its worker died first
     DIED = "died"  # nothing had ended it
-    DIED_STARTING = "died-starting"  # before its agent was made
-    DIED_UNASSIGNED = "died-unassigned"  # while it was kept ready for a registration
 
 
 class MoverReading(NamedTuple):
