@@ -22,12 +22,12 @@ from kvxferd.client import BlockList, Publisher, PublishRefused, Released
 from kvxferd.errors import Code
 from kvxferd.tooling.child_process import ChildError
 from tests.support.client_harness import events_of
-from tests.support.cluster.tcp_proxy import Mode, Proxy
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.processes import lives, mappers_of
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, pull_and_check, spec_of
+from tests.support.nodes.tcp_proxy import Mode, Proxy
 from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
 

@@ -111,7 +111,6 @@ LAYOUTS = ("kvxferd/plan", "kvxferd/layout")
 DAEMON = (*DECISIONS, *MOVERS, "kvxferd/control", "kvxferd/daemon.py")
 SIMULATION = ("tests/simulation",)
 CORE_WORLD = ("tests/support/sim", "tests/support/simulation.py")
-CLUSTER = ("tests/support/cluster", "tests/proofs/chaos")
 APPLICATIONS = ("kvxferd/bench", "kvxferd/demo", "kvxferd/doctor", "kvxferd/tooling")
 CONNECTORS = ("kvxferd/engine", "kvxferd/integrations/common")
 VLLM = (
@@ -181,7 +180,7 @@ PROOFS = (
     ),
     Proof(
         "chaos", 6, "tests.proofs.chaos", f"--faults 60 {SEED}", "tests/proofs/chaos",
-        paths=(*DAEMON, *CLUSTER),
+        paths=(*DAEMON, "tests/support/nodes", "tests/proofs/chaos"),
     ),
     Proof(
         "game-day", 7, "tests.proofs.game_day",

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from tests.proofs.chaos.epoch import READS, SHAPES, TRANSPORTS, Epoch
-from tests.support.cluster.results import Tally
+from tests.proofs.chaos.tally import Tally
 
-EPOCH_FAULTS = 30  # then everything is taken down, and another fleet started
+EPOCH_FAULTS = 30  # then everything is taken down, and another cluster started
 
 
 def chaos(
@@ -26,7 +26,7 @@ def chaos(
 ) -> Tally:
     """Run; the tally says how it went. `only`: what the names of the faults must contain.
 
-    `read`: how all movers read; else one fleet after another in one of the ways.
+    `read`: how all movers read; else one cluster after another in one of the ways.
     """
     rng = random.Random(seed)
     tally = Tally()

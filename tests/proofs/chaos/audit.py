@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.cluster.fleet import Fleet
-from tests.support.cluster.node import POOL_SIZE, Node
-from tests.support.cluster.traffic import Traffic
+from tests.proofs.chaos.cluster import Cluster
+from tests.proofs.chaos.node import POOL_SIZE, Node
+from tests.proofs.chaos.traffic import Traffic
 from tests.support.nodes.processes import num_fds
 
 PEACE_S = 25.0  # leases of 5 s, renewed at most once more, questions given up after 4 s
@@ -16,32 +16,31 @@ FDS_SLACK = 6
 class Auditor:
     """Remembers how many descriptors were open the first time; later there may be no more."""
 
-    def __init__(self, fleet: Fleet, traffic: Traffic, peace_s: float = PEACE_S) -> None:
-        self._fleet = fleet
+    def __init__(self, cluster: Cluster, traffic: Traffic, peace_s: float = PEACE_S) -> None:
+        self._cluster = cluster
         self._traffic = traffic
         self._peace_s = peace_s
         self._fds: dict[str, int] = {}
 
-    def audit(self, check: bool = True) -> None:
+    def audit(self) -> None:
         """Bring everything to rest, count what is left."""
-        fleet = self._fleet
+        cluster = self._cluster
         self._traffic.is_paused = True
-        fleet.pump_until(lambda: not fleet.pulls and not fleet.doubtful, PEACE_S)
-        for engine in fleet.engines:
+        cluster.pump_until(lambda: not cluster.pulls and not cluster.doubtful, PEACE_S)
+        for engine in cluster.engines:
             for transfer in list(engine.transfers.values()):
                 engine.unpublish(transfer)
-        fleet.pump_until(lambda: not self._leftovers(), self._peace_s)
-        if check:
-            for what in self._leftovers():
-                fleet.tally.problem("leaked", what)
-            self._check_fds()
+        cluster.pump_until(lambda: not self._leftovers(), self._peace_s)
+        for what in self._leftovers():
+            cluster.tally.problem("leaked", what)
+        self._check_fds()
         self._traffic.is_paused = False
 
     def _leftovers(self) -> list[str]:
         found = [
-            f"{e.name}: {t.name} is not released" for e in self._fleet.engines for t in e.transfers.values()
+            f"{e.name}: {t.name} is not released" for e in self._cluster.engines for t in e.transfers.values()
         ]
-        for node in self._fleet.nodes:
+        for node in self._cluster.nodes:
             found += self._left_at(node)
         return found
 
@@ -52,7 +51,7 @@ class Auditor:
         # A member's rank whose daemon died with it stays known at its engine's home for 600 s: nobody
         # can say that it is gone for good. It is no leak, and holds nothing.
         local = [e for e in status["engines"] if any(rank["state"] != "remote" for rank in e["ranks"])]
-        ranks = [worker for worker in self._fleet.workers() if worker.node is node]
+        ranks = [worker for worker in self._cluster.workers() if worker.node is node]
         counts: dict[str, tuple[Any, int]] = {
             "transfers": (len(status["transfers"]), 0),
             "pulls": (len(status["pulls"]), 0),
@@ -69,11 +68,11 @@ class Auditor:
         ]
 
     def _check_fds(self) -> None:
-        counts = {f"daemon {node.name}": num_fds(node.pid) for node in self._fleet.nodes}
-        for engine in self._fleet.engines:
+        counts = {f"daemon {node.name}": num_fds(node.pid) for node in self._cluster.nodes}
+        for engine in self._cluster.engines:
             for worker in engine.workers:
                 counts[f"worker of {engine.name} {worker.pid}"] = num_fds(worker.pid)
         for what, count in counts.items():
             least = self._fds.setdefault(what, count)
             if count > least + FDS_SLACK:
-                self._fleet.tally.problem("leaked", f"{what}: {count} descriptors, first {least}")
+                self._cluster.tally.problem("leaked", f"{what}: {count} descriptors, first {least}")

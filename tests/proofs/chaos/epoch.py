@@ -1,4 +1,4 @@
-"""One fleet's life: started, hurt again and again, audited, taken down."""
+"""One cluster's life: started, hurt again and again, audited, taken down."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import msgspec
 from kvxferd.layout import EngineSpec
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.proofs.chaos.audit import PEACE_S, Auditor
+from tests.proofs.chaos.cluster import Cluster
+from tests.proofs.chaos.engine import Engine, Read, Transfer
 from tests.proofs.chaos.faults import KINDS, Heal, Surgeon
-from tests.support.cluster.engine import Engine, Read, Transfer
-from tests.support.cluster.fleet import Fleet
-from tests.support.cluster.node import Node
-from tests.support.cluster.results import Tally
-from tests.support.cluster.traffic import LEASE_S, Traffic
+from tests.proofs.chaos.node import Node
+from tests.proofs.chaos.tally import Tally
+from tests.proofs.chaos.traffic import LEASE_S, Traffic
 
 START_S = 60.0
-RECOVER_S = 40.0  # past this the fleet counts as hung
+RECOVER_S = 40.0  # past this the cluster counts as hung
 MAX_TRIES = 30
 SLOW_MS = 4000.0  # worth a look
 PROBE_EVERY_S = 0.1
@@ -73,14 +73,14 @@ class Epoch:
         self._tally = tally
         self._sabotage = sabotage
         self._kinds = {name: kind for name, kind in KINDS.items() if only in name}
-        self.fleet = Fleet(tally)
-        self._surgeon = Surgeon(self.fleet, rng)
-        self.traffic = Traffic(self.fleet, rng, MAX_TOKENS)
+        self.cluster = Cluster(tally)
+        self._surgeon = Surgeon(self.cluster, rng)
+        self.traffic = Traffic(self.cluster, rng, MAX_TOKENS)
         # A leak on purpose needs no patience; an event that was swallowed is missed at its deadline.
-        self._auditor = Auditor(self.fleet, self.traffic, 6.0 if sabotage == "leak" else PEACE_S)
+        self._auditor = Auditor(self.cluster, self.traffic, 6.0 if sabotage == "leak" else PEACE_S)
         environment = TRANSPORTS[transport] | {"KVXFERD_MOVER_READ": read}
         nodes = [Node(directory / name, environment) for name in ("p", "d")]
-        self.fleet.nodes += nodes
+        self.cluster.nodes += nodes
         try:
             self._start(nodes, shape)
         except BaseException:
@@ -88,18 +88,18 @@ class Epoch:
             raise
 
     def _start(self, nodes: list[Node], shape: Shape) -> None:
-        assert self.fleet.pump_until(lambda: all(n.is_ready for n in nodes), START_S), "daemons not ready"
+        assert self.cluster.pump_until(lambda: all(n.is_ready for n in nodes), START_S), "daemons not ready"
         home = nodes[0].endpoint if shape.spans else ""
         prefill = EngineSpec("prefill", "g", num_layers=4, num_kv_heads=8, home=home, **shape.prefill)
         decode = EngineSpec("decode", "g", num_layers=4, num_kv_heads=8, **shape.decode)
         stages = nodes if shape.spans else [nodes[0]]
         facts = FACTS | {"layout": "HND"}
         of_source = "unwritten" if self._sabotage == "unwritten" else ""
-        self.fleet.engines.append(Engine(prefill, stages, facts, of_source))
+        self.cluster.engines.append(Engine(prefill, stages, facts, of_source))
         sabotage = self._sabotage if self._sabotage not in ("leak", "unwritten") else ""
         facts = FACTS | {"layout": "NHD", "block_tokens": 32, "num_blocks": 96}
-        self.fleet.engines.append(Engine(decode, [nodes[1]], facts, sabotage))
-        assert self.fleet.pump_until(lambda: all(e.is_registered for e in self.fleet.engines), START_S), (
+        self.cluster.engines.append(Engine(decode, [nodes[1]], facts, sabotage))
+        assert self.cluster.pump_until(lambda: all(e.is_registered for e in self.cluster.engines), START_S), (
             "engines not registered"
         )
         assert self._recover("start") is not None, "nothing is ever delivered"
@@ -154,13 +154,13 @@ class Epoch:
         until = time.monotonic() + seconds
         while True:
             self.traffic.step()
-            self.fleet.pump(0.01)
+            self.cluster.pump(0.01)
             if time.monotonic() > until:
                 return
 
     def replace(self, index: int, name: str) -> None:
         """An engine ends, and one of that name takes its place."""
-        engine = self.fleet.engines[index]
+        engine = self.cluster.engines[index]
         engine.spec = msgspec.structs.replace(engine.spec, engine_id=name)
         self._surgeon.restart(engine)
 
@@ -171,7 +171,7 @@ class Epoch:
         began = time.monotonic()
         delivered: list[float] = []
         probing: list[Read] = []
-        source, sink = self.fleet.engines[:2]
+        source, sink = self.cluster.engines[:2]
 
         def ended(read: Read) -> None:
             probing.remove(read)
@@ -183,7 +183,7 @@ class Epoch:
         def pull(_: Engine, transfer: Transfer) -> None:
             if not sink.is_registered:
                 return
-            read = self.fleet.read(source, sink, transfer, PROBE_DEADLINE_S)
+            read = self.cluster.read(source, sink, transfer, PROBE_DEADLINE_S)
             read.on_end = ended
             probing.append(read)
 
@@ -198,7 +198,7 @@ class Epoch:
             ):
                 next_probe = now + PROBE_EVERY_S
                 self.traffic.publish(source, pull, LEASE_S)
-            self.fleet.pump(0.01)
+            self.cluster.pump(0.01)
         if not delivered:
             return None
         took = (delivered[0] - began) * 1e3
@@ -207,23 +207,23 @@ class Epoch:
         return took
 
     def _leak(self) -> None:
-        """Sabotage: a process outside the fleet's books registers and publishes on the prefill node."""
+        """Sabotage: a process outside the cluster's books registers and publishes on the prefill node."""
         lost = Engine(
             EngineSpec("forgotten", "g", num_layers=4, num_kv_heads=8),
-            [self.fleet.nodes[0]],
+            [self.cluster.nodes[0]],
             FACTS | {"layout": "HND"},
         )
-        self.fleet.engines.append(lost)
-        self.fleet.pump_until(lambda: lost.is_registered, START_S)
+        self.cluster.engines.append(lost)
+        self.cluster.pump_until(lambda: lost.is_registered, START_S)
         self.traffic.publish(lost, lambda *_: None, 600.0)
-        self.fleet.pump(1.0)
-        self.fleet.engines.remove(lost)
+        self.cluster.pump(1.0)
+        self.cluster.engines.remove(lost)
 
     def close(self) -> None:
-        for engine in self.fleet.engines:
+        for engine in self.cluster.engines:
             for worker in engine.workers:
                 if not worker.pipe.closed:
                     worker.kill()
-        for node in self.fleet.nodes:
+        for node in self.cluster.nodes:
             for what in node.end():
                 self._tally.problem("leaked", what)

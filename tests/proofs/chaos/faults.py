@@ -1,4 +1,4 @@
-"""The faults: each injects itself into a fleet and returns how it is taken back."""
+"""The faults: each injects itself into a cluster and returns how it is taken back."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from tests.support.cluster.engine import Engine, Worker
-from tests.support.cluster.fleet import Fleet
-from tests.support.cluster.node import Node
-from tests.support.cluster.tcp_proxy import Mode
+from tests.proofs.chaos.cluster import Cluster
+from tests.proofs.chaos.engine import Engine, Worker
+from tests.proofs.chaos.node import Node
 from tests.support.nodes.processes import lives, maps
+from tests.support.nodes.tcp_proxy import Mode
 
 Heal = Callable[[], None]
 Inject = Callable[["Surgeon"], Heal | None]
@@ -22,8 +22,8 @@ Inject = Callable[["Surgeon"], Heal | None]
 class Surgeon:
     """Picks victims. A fault that finds none returns None and does not count."""
 
-    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
-        self.fleet = fleet
+    def __init__(self, cluster: Cluster, rng: random.Random) -> None:
+        self.cluster = cluster
         self.rng = rng
         self._dead: set[int] = set()  # ids of engines and nodes that a fault of this round holds down
 
@@ -43,8 +43,8 @@ class Surgeon:
         is_exempt = worker.node.num_stopped > 0
         worker.kill()
         if worker.inode:
-            self.fleet.watch_memory(f"memory of {worker.engine.name}", worker.inode, is_exempt)
-        self.fleet.forget(worker)
+            self.cluster.watch_memory(f"memory of {worker.engine.name}", worker.inode, is_exempt)
+        self.cluster.forget(worker)
 
     def restart(self, engine: Engine) -> None:
         for worker in engine.workers:
@@ -77,12 +77,12 @@ class Surgeon:
     def end_daemon(self, node: Node) -> None:
         movers = node.movers()
         node.kill()
-        if not self.fleet.pump_until(lambda: not any(map(lives, movers)), 5.0):
-            self.fleet.tally.problem("leaked", f"movers {movers} of {node.name} outlive their daemon")
+        if not self.cluster.pump_until(lambda: not any(map(lives, movers)), 5.0):
+            self.cluster.tally.problem("leaked", f"movers {movers} of {node.name} outlive their daemon")
 
     def kill_node(self, node: Node) -> Heal | None:
         """The daemon, its movers' parent and every worker, at once."""
-        engines = [e for e in self.fleet.engines if node in e.nodes]
+        engines = [e for e in self.cluster.engines if node in e.nodes]
         if id(node) in self._dead or any(id(e) in self._dead for e in engines):
             return None
         self._dead |= {id(node), *map(id, engines)}
@@ -90,7 +90,7 @@ class Surgeon:
         node.send_signal(signal.SIGKILL)
         if parent is not None:
             self._kill(parent)
-        for worker in self.fleet.workers():
+        for worker in self.cluster.workers():
             if worker.node is node and not worker.pipe.closed:
                 self._bury(worker)
         self.end_daemon(node)
@@ -147,8 +147,9 @@ class Surgeon:
 
     # --- the link
 
-    def link(self, node: Node, mode: Mode) -> Heal | None:
-        """What others ask this node passes through its link."""
+    def link(self, mode: Mode) -> Heal | None:
+        """What others ask a node passes through its link."""
+        node = self.rng.choice(self.cluster.nodes)
         node.link.set(mode)
         return lambda: node.link.set(Mode.OPEN)
 
@@ -170,11 +171,11 @@ class Kind(NamedTuple):
 
 
 def _engine(surgeon: Surgeon, index: int) -> Engine:
-    return surgeon.fleet.engines[index]
+    return surgeon.cluster.engines[index]
 
 
 def _node(surgeon: Surgeon, index: int) -> Node:
-    return surgeon.fleet.nodes[index]
+    return surgeon.cluster.nodes[index]
 
 
 P, D = 0, 1
@@ -183,10 +184,10 @@ KINDS: dict[str, Kind] = {
     "kill decode worker": Kind(5, (0.0, 0.3), lambda s: s.kill_worker(_engine(s, D))),
     "kill source mover": Kind(10, (0.0, 0.0), lambda s: s.kill_mover(_engine(s, P))),
     "kill sink mover": Kind(10, (0.0, 0.0), lambda s: s.kill_mover(_engine(s, D))),
-    "kill movers' parent": Kind(4, (0.0, 0.0), lambda s: s.kill_parent(s.rng.choice(s.fleet.nodes))),
+    "kill movers' parent": Kind(4, (0.0, 0.0), lambda s: s.kill_parent(s.rng.choice(s.cluster.nodes))),
     "kill prefill daemon": Kind(4, (0.0, 0.5), lambda s: s.kill_daemon(_node(s, P))),
     "kill decode daemon": Kind(4, (0.0, 0.5), lambda s: s.kill_daemon(_node(s, D))),
-    "kill whole node": Kind(3, (0.0, 0.5), lambda s: s.kill_node(s.rng.choice(s.fleet.nodes))),
+    "kill whole node": Kind(3, (0.0, 0.5), lambda s: s.kill_node(s.rng.choice(s.cluster.nodes))),
     "stop source mover": Kind(6, (0.05, 1.5), lambda s: s.stop_mover(_engine(s, P))),
     "stop sink mover": Kind(6, (0.05, 1.5), lambda s: s.stop_mover(_engine(s, D))),
     "stop prefill daemon": Kind(5, (0.05, 1.5), lambda s: s.stop_daemon(_node(s, P))),
@@ -200,10 +201,10 @@ KINDS: dict[str, Kind] = {
     "freeze decode daemon": Kind(1, (5.5, 7.5), lambda s: s.stop_daemon(_node(s, D))),
     "freeze prefill worker": Kind(1, (5.5, 7.5), lambda s: s.stop_worker(_engine(s, P))),
     "freeze decode worker": Kind(1, (5.5, 7.5), lambda s: s.stop_worker(_engine(s, D))),
-    "freeze link": Kind(1, (5.5, 7.5), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.STALLED)),
-    "cut link": Kind(8, (0.05, 1.5), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.CUT)),
-    "stall link": Kind(8, (0.05, 2.0), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.STALLED)),
-    "lose questions": Kind(5, (0.05, 2.0), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.REQUESTS_LOST)),
-    "lose answers": Kind(5, (0.05, 2.0), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.REPLIES_LOST)),
-    "slow link": Kind(3, (0.1, 1.0), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.SLOW)),
+    "freeze link": Kind(1, (5.5, 7.5), lambda s: s.link(Mode.STALLED)),
+    "cut link": Kind(8, (0.05, 1.5), lambda s: s.link(Mode.CUT)),
+    "stall link": Kind(8, (0.05, 2.0), lambda s: s.link(Mode.STALLED)),
+    "lose questions": Kind(5, (0.05, 2.0), lambda s: s.link(Mode.REQUESTS_LOST)),
+    "lose answers": Kind(5, (0.05, 2.0), lambda s: s.link(Mode.REPLIES_LOST)),
+    "slow link": Kind(3, (0.1, 1.0), lambda s: s.link(Mode.SLOW)),
 }

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.proofs.chaos.epoch import SHAPES, Epoch
-from tests.support.cluster.node import Node
-from tests.support.cluster.results import Tally
+from tests.proofs.chaos.node import Node
+from tests.proofs.chaos.tally import Tally
 from tests.support.nodes.processes import descendants, num_fds, rss_kib
 
 LIVES_S = 10.0, 45.0  # of a prefill and of a decode engine
@@ -49,7 +49,7 @@ def soak(epoch: Epoch, tally: Tally, seconds: float) -> list[dict[str, Any]]:
                 epoch.replace(index, f"{('prefill', 'decode')[index]}-{round(now - began)}")
                 replaced_at[index] = now
         if now > began + SAMPLE_EVERY_S * len(samples):
-            nodes = {node.name: sample_of(node) for node in epoch.fleet.nodes}
+            nodes = {node.name: sample_of(node) for node in epoch.cluster.nodes}
             samples.append({"at_s": round(now - began), "delivered": tally.delivered} | nodes)
             print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
     return samples

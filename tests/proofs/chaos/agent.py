@@ -41,7 +41,7 @@ class Birth:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [begin, end) of a transfer that grows. The first chunk opens it: its `begin` is -1."""
+    """Tokens [begin, end) of a transfer. The first chunk, which may be all of it, has -1 as its `begin`."""
 
     name: str
     request: int
@@ -182,30 +182,16 @@ class Agent(EngineRank):
 
     # --- commands, beside those of an `EngineRank`
 
-    def write_all(
-        self, name: str, request: int, ids: list[int], tokens: int, publishes: bool, lease_s: float
-    ) -> None:
-        """Write a transfer; then publish it, or say ready."""
-        held = blocks(ids, tokens, request)
-        self.write(held)
-        self._published[name] = ids
-        try:
-            if publishes:
-                self._say("published", name, self.publish(name, held, lease_s=lease_s).to_dict())
-            else:
-                self.ready(name)
-        except KvxferdError as error:
-            self._end_of(name, error.code)
-
     def grow(self, chunk: Chunk) -> None:
-        """Write a chunk of a transfer that grows, then report it. What is not written is poison."""
+        """Write a chunk of a transfer, then publish or report it. What is not written is poison."""
         if chunk.begin < 0:
             for block in chunk.ids:
                 self._blocks.fill(block, JUNK)
             self._published[chunk.name] = chunk.ids
         elif chunk.name not in self._published:
             return  # released
-        if self._sabotage != "unwritten":
+        is_whole = chunk.begin < 0 and chunk.end == chunk.num_tokens
+        if self._sabotage != "unwritten" or is_whole:
             self.write(blocks(chunk.ids, chunk.end, chunk.request), max(chunk.begin, 0))
         self._report(chunk)
 
@@ -220,7 +206,7 @@ class Agent(EngineRank):
                 self.ready(chunk.name, ready, new if have > had else None)
             else:
                 ref = self.publish(
-                    chunk.name, new, lease_s=chunk.lease_s, ready_tokens=chunk.end, nonce=chunk.nonce
+                    chunk.name, new, lease_s=chunk.lease_s, ready_tokens=ready, nonce=chunk.nonce
                 )
                 self._say("published", chunk.name, ref.to_dict())
         except KvxferdError as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvxferd.tooling.control_client import ControlClient
-from tests.support.cluster.tcp_proxy import Proxy
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.processes import children, state_of
+from tests.support.nodes.tcp_proxy import Proxy
 from tests.support.ports import free_port
 
 MAX_HOLD_S = 10  # for which a progressive pull waits for a transfer that may never come

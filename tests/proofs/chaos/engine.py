@@ -16,8 +16,8 @@ import msgspec
 
 from kvxferd.client import make_ref
 from kvxferd.layout import EngineSpec
-from tests.support.cluster.node import MAX_HOLD_S, Node
-from tests.support.cluster.rank_agent import Birth, Chunk, run
+from tests.proofs.chaos.agent import Birth, Chunk, run
+from tests.proofs.chaos.node import MAX_HOLD_S, Node
 
 _GENERATIONS = itertools.count(1)
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -31,10 +31,9 @@ class Transfer:
     request: int
     ids: list[int]
     num_tokens: int
-    born: float
     lease_s: float
     ref: dict[str, Any] | None = None
-    grown: int | None = None  # tokens that its ranks were told to write so far, -1 before the publish
+    grown: int = -1  # tokens that its ranks were told to write so far, -1 before the publish
     nonce: str | None = None
     is_taken_back: bool = False
 
@@ -169,27 +168,14 @@ class Engine:
 
     # --- publishing
 
-    def publish(self, name: str, request: int, num_tokens: int, lease_s: float) -> Transfer | None:
-        """Publish on every rank; None where the blocks do not suffice."""
+    def open(self, name: str, request: int, num_tokens: int, lease_s: float) -> Transfer | None:
+        """Prepare a transfer, which `grow` publishes; None where the blocks do not suffice."""
         count = -(-num_tokens // self.facts["block_tokens"])
         if len(self.free) < count:
             return None
         ids, self.free = self.free[:count], self.free[count:]
-        transfer = Transfer(name, request, ids, num_tokens, time.monotonic(), lease_s)
-        self.transfers[name] = transfer
-        for worker in self.workers:
-            worker.tell("write_all", name, request, ids, num_tokens, worker is self.publisher, lease_s)
-        return transfer
-
-    def open(self, name: str, request: int, num_tokens: int, lease_s: float) -> Transfer | None:
-        """Prepare a transfer that grows; None where blocks lack, or a rank is not registered."""
-        count = -(-num_tokens // self.facts["block_tokens"])
-        if len(self.free) < count or not self.is_registered:
-            return None
-        ids, self.free = self.free[:count], self.free[count:]
-        transfer = Transfer(name, request, ids, num_tokens, time.monotonic(), lease_s, grown=-1)
-        self.transfers[name] = transfer
-        return transfer
+        self.transfers[name] = Transfer(name, request, ids, num_tokens, lease_s)
+        return self.transfers[name]
 
     def name_ahead(self, transfer: Transfer) -> None:
         """Give it its reference before it is published, as a router does."""
@@ -200,7 +186,6 @@ class Engine:
         """Have every rank write up to that token and report it. Nothing once it is over or taken back."""
         if self.transfers.get(transfer.name) is not transfer or transfer.is_taken_back:
             return
-        assert transfer.grown is not None
         for worker in self.workers:
             chunk = Chunk(
                 transfer.name, transfer.request, transfer.ids, transfer.num_tokens, transfer.grown, end,

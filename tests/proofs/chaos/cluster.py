@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from tests.support.cluster.engine import Engine, Pull, Read, Transfer, Worker
-from tests.support.cluster.node import Node
-from tests.support.cluster.results import Tally
+from tests.proofs.chaos.engine import Engine, Pull, Read, Transfer, Worker
+from tests.proofs.chaos.node import Node
+from tests.proofs.chaos.tally import Tally
 from tests.support.nodes.processes import mappers_of
 
 GRACE_S = 3.0  # past a deadline, on a machine with more to do than it has cores
@@ -31,7 +31,7 @@ class Vigil:
     is_exempt: bool  # a process that would have to act is stopped by another fault
 
 
-class Fleet:
+class Cluster:
     """`pump` is the runner's only way to wait: whatever happens meanwhile is taken note of."""
 
     def __init__(self, tally: Tally) -> None:
@@ -88,13 +88,12 @@ class Fleet:
         for pipe in wait(list(pipes), timeout_s):
             worker = pipes[pipe]
             try:
-                while pipe.poll():
-                    message = pipe.recv()
-                    self._take(worker, *message)
+                while worker.pipe.poll():
+                    self._take(worker, *worker.pipe.recv())
             except (EOFError, OSError):
                 if worker.process.is_alive():
                     continue
-                pipe.close()
+                worker.pipe.close()
                 self.tally.problem("hung", f"a worker of {worker.engine.name} ended by itself")
 
     def _take(self, worker: Worker, kind: str, *args: Any) -> None:
