@@ -24,12 +24,11 @@ async def cpu_share(movers: list[MoverHandle], seconds: float) -> float:
 
 async def registrations() -> None:
     began = time.perf_counter()
-    async with Node("m", size=8) as node:
+    async with Node("m") as node:
         rank = worker("E")
         await bind(node, rank)
         print(f"registration, nothing started yet: {1e3 * (time.perf_counter() - began):.0f} ms")
-        while node.pool.decisions.num_ready < 7:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+        node.warm += [await node.fork() for _ in range(7)]
         times = []
         movers = []
         ranks = [worker("E") for _ in range(8)]
@@ -38,8 +37,7 @@ async def registrations() -> None:
             movers.append((await bind(node, one))[0])
             times.append(1e3 * (time.perf_counter() - began))
         print("registration, warm:", ", ".join(f"{t:.2f}" for t in times), "ms")
-        while node.pool.decisions.num_ready < 8:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+        node.warm += [await node.fork() for _ in range(8)]
         print(
             f"8 bound and 8 warm movers, idle: {await cpu_share(movers, 5):.3f} % of a core (the bound ones)"
         )
@@ -51,7 +49,7 @@ async def registrations() -> None:
         print(f"one attended and not read, later: {await cpu_share(movers[:1], 10):.2f} % of a core")
         for one in (rank, *ranks):
             one.close()
-    async with Node("m", size=0) as node:
+    async with Node("m") as node:
         rank = worker("E")
         await bind(node, rank)
         began = time.perf_counter()

@@ -5,28 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import secrets
 import socket
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from kvxferd.core import Settings, effects, events
-from kvxferd.core.context import NodeContext
-from kvxferd.core.ranks.mover_pool import MoverPool
-from kvxferd.core.ranks.movers import Mover, Movers
-from kvxferd.decision_loop import DecisionLoop
-from kvxferd.errors import MoverError
+from kvxferd.core import events
+from kvxferd.errors import Code, MoverError
 from kvxferd.ids import (
     AgentName,
-    BootId,
-    Endpoint,
     EngineId,
     Generation,
     GroupName,
@@ -58,6 +51,7 @@ from kvxferd.wire.mover import (
     LoadPlan,
     LoadRemote,
     MapFence,
+    MoverUp,
     PiecesRead,
     Polling,
     PullDone,
@@ -72,7 +66,7 @@ from tests.support.open_fds import num_open_fds
 
 DEADLINE_S = 20.0
 WORD = bytes(range(16))  # of the fence
-MARK = f"rig-of-{os.getpid()}"  # in the environment of every process of a rig
+MARK = f"movers-of-{os.getpid()}"  # in the environment of every process of a `Node`
 SHARED_MARK = f"shared-by-tests-of-{os.getpid()}"  # in the environment of every process of `Pools`
 # What selects each transport in a mover's environment.
 TRANSPORTS: dict[str, dict[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": tls_with_cuda("tcp")}}
@@ -104,123 +98,14 @@ def marked_processes(mark: str = MARK) -> list[str]:
     return found
 
 
-class AwaitedPool:
-    """The core's pool over real processes, for tests that wait for their movers."""
-
-    def __init__(
-        self,
-        boot: str,
-        size: int,
-        on_message: Callable[[MoverId, FromMover], None],
-        on_exit: Callable[[MoverId], None],
-        **options: Any,
-    ) -> None:
-        """`on_message` and `on_exit`: of movers that were acquired. `options`: as `MoverProcesses` has."""
-        self._on_message, self._on_exit = on_message, on_exit
-        self._context = NodeContext(
-            boot=BootId(boot),
-            endpoint=Endpoint("tcp://test:1"),
-            settings=Settings(mover_pool_size=size),
-            new_token=lambda: secrets.token_hex(16),
-        )
-        self._assigned = Movers(self._context, lambda mover: None, lambda mover: False)
-        self.decisions = MoverPool(
-            self._context, self._assigned, lambda: False, self._on_assigned, self._on_refused
-        )
-        self._feed = DecisionLoop[events.Event, effects.Effect](
-            lambda: self, events.Tick(), self._carry_out
-        ).feed
-        self.processes = MoverProcesses(self._feed, **options)
-        self._results: dict[SessionId, asyncio.Future[MoverHandle]] = {}
-        self.acquired: list[MoverHandle] = []
-
-    async def start(self) -> None:
-        self.start_forkserver()
-
-    def start_forkserver(self) -> None:
-        self.processes.start_forkserver()
-        if self.processes.forkserver_pid is not None:
-            _FORKSERVERS.append(self.processes.forkserver_pid)
-
-    async def stop(self) -> None:
-        await self.processes.stop()
-
-    async def acquire(self) -> MoverHandle:
-        """Return a mover. Raises MoverError."""
-        session = SessionId(next(_NUMBERS))
-        result = self._results[session] = asyncio.get_running_loop().create_future()
-        self._context.now = time.monotonic()
-        self.decisions.request(session)
-        self._feed(events.Tick())
-        mover = await asyncio.shield(result)
-        self.acquired.append(mover)
-        return mover
-
-    def resize(self, size: int) -> None:
-        """Keep that many ready from now on, and fork them now."""
-        self._context.settings = replace(self._context.settings, mover_pool_size=size)
-        self.decisions._fill()
-        self._feed(events.Tick())
-
-    def num_fds(self) -> int:
-        """Return how many descriptors the forkserver and the movers hold here."""
-        forkserver = 0 if self.processes.forkserver_pid is None else 3  # its socket, its stderr and its pidfd
-        return forkserver + sum(1 + (handle.pidfd >= 0) for handle in self.processes._handles.values())
-
-    # --- between the core and the processes, as a daemon
-
-    def next_deadline(self) -> float | None:
-        return self._context.next_deadline()
-
-    def feed(self, event: events.Event, now: float) -> list[effects.Effect]:
-        self._context.now = now
-        match event:
-            case events.ForkserverReady():
-                self.decisions.forkserver_ready(event.library)
-            case events.LibraryUnavailable():
-                self.decisions.library_unavailable(event.reason)
-            case events.ForkserverExited():
-                self.decisions.forkserver_exited(event.reason)
-            case events.MoverNotStarted():
-                self.decisions.not_started(event.mover, event.refusal)
-            case events.MoverMessage() if self._assigned.get(event.mover) is not None:
-                self._on_message(event.mover, event.message)
-            case events.MoverMessage():
-                self.decisions.handle(event.mover, event.message)
-            case events.MoverDied() if self._assigned.remove(event.mover) is not None:
-                self._on_exit(event.mover)
-            case events.MoverDied():
-                self.decisions.mover_died(event.mover)
-        self._context.run_due(64)
-        self.decisions.check_integrity()
-        return self._context.pop_effects()
-
-    def _carry_out(self, effect: effects.Effect) -> None:
-        match effect:
-            case effects.StartForkserver():
-                self.start_forkserver()
-            case effects.ForkMover():
-                self.processes.fork(effect.mover, effect.agent)
-            case effects.KillMover():
-                self.processes.kill(effect.mover)
-
-    def _on_assigned(self, mover: Mover, library: str) -> None:
-        self._assigned.add(mover)
-        self._results.pop(mover.session).set_result(self.processes._handles[mover.mover_id])
-
-    def _on_refused(self, session: SessionId, refusal: Refusal) -> None:
-        self._results.pop(session).set_exception(MoverError(refusal.message, refusal.code))
-
-
 class Node:
-    """A pool, with what its movers said."""
+    """The movers of a node, each forked when it is acquired, and what they said."""
 
     read_way = ReadWay.DIRECT  # of ranks that are bound from now on
 
     def __init__(
         self,
         name: str,
-        size: int = 1,
         environment: Mapping[str, str] | None = None,
         chunk_memory: int = 1 << 30,
         backend: Backend = DEFAULT_BACKEND,
@@ -229,47 +114,85 @@ class Node:
         """`chunk_memory`: the bytes that each mover is granted for covering reads, if it wants so many."""
         if read_way is not None:
             self.read_way = read_way
+        self._name = name
         self._chunk_memory = chunk_memory
+        self.library = ""  # once the forkserver has it
+        self.unavailable = ""  # why it has none
+        self.warm: list[MoverHandle] = []  # which are acquired first
+        self.acquired: list[MoverHandle] = []
+        self._forked: dict[MoverId, Refusal | None] = {}  # None: it is up
         self.said: list[tuple[MoverId, FromMover]] = []
         self.exits: list[MoverId] = []
         self.chunk_reports: dict[MoverId, ChunkMemoryRequest] = {}  # the last one of each
         self._changed = asyncio.Event()
-        self.pool = AwaitedPool(
-            boot=name,
-            size=size,
-            on_message=self._message,
-            on_exit=self._exit,
-            environment={"KVXFERD_TEST": MARK, **(environment or {})},
-            backend=backend,
-        )
+        environment = {"KVXFERD_TEST": MARK, **(environment or {})}
+        self.processes = MoverProcesses(self._on_event, environment=environment, backend=backend)
 
     async def __aenter__(self) -> Node:
-        await self.pool.start()
+        self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.wait_for(self.pool.stop(), DEADLINE_S)
+        await asyncio.wait_for(self.processes.stop(), DEADLINE_S)
+
+    def start(self) -> None:
+        """Start the forkserver; again, where it died."""
+        self.processes.start_forkserver()
+        if self.processes.forkserver_pid is not None:
+            _FORKSERVERS.append(self.processes.forkserver_pid)
+
+    async def fork(self) -> MoverHandle:
+        """Return a new mover that has made its agent. Raises MoverError."""
+        if await self.until(lambda: self.unavailable or self.library or None) == self.unavailable:
+            raise MoverError(self.unavailable, Code.NIXL_UNAVAILABLE)
+        mover = MoverId(next(_NUMBERS))
+        self.processes.fork(mover, AgentName(f"{self._name}/{mover}"))
+        handle = self.processes._handles.get(mover)
+        await self.until(lambda: mover in self._forked or None)
+        if (refusal := self._forked.pop(mover)) is not None:
+            raise MoverError(refusal.message, refusal.code)
+        assert handle is not None
+        return handle
+
+    async def acquire(self) -> MoverHandle:
+        """Return a mover that nobody else has. Raises MoverError."""
+        self.acquired.append(self.warm.pop(0) if self.warm else await self.fork())
+        return self.acquired[-1]
 
     async def rest(self) -> None:
         """End the movers that were acquired, and forget what they said: the next test finds none."""
-        for mover in self.pool.acquired:
+        for mover in self.acquired:
             mover.kill()
             await self.gone(mover)
-        for gone in (self.pool.acquired, self.said, self.exits, self.chunk_reports):
+        for gone in (self.acquired, self.said, self.exits, self.chunk_reports):
             gone.clear()
 
-    def _message(self, mover: MoverId, message: FromMover) -> None:
-        if isinstance(message, ChunkMemoryRequest):
-            self.chunk_reports[mover] = message
-            self._changed.set()
-            num_chunks = min(message.num_wanted, self._chunk_memory // CHUNK_BYTES)
-            self.pool.processes.send(mover, ChunkMemoryGranted(num_chunks=num_chunks))
-            return
-        self.said.append((mover, message))
-        self._changed.set()
+    def num_fds(self) -> int:
+        """Return how many descriptors the forkserver and the movers hold here."""
+        forkserver = 0 if self.processes.forkserver_pid is None else 3  # its socket, its stderr and its pidfd
+        return forkserver + sum(1 + (handle.pidfd >= 0) for handle in self.processes._handles.values())
 
-    def _exit(self, mover: MoverId) -> None:
-        self.exits.append(mover)
+    def _on_event(self, event: events.Event) -> None:
+        match event:
+            case events.ForkserverReady():
+                self.library = event.library
+            case events.LibraryUnavailable():
+                self.unavailable = event.reason
+            case events.ForkserverExited():
+                self.library = ""
+            case events.MoverNotStarted():
+                self._forked[event.mover] = event.refusal
+            case events.MoverMessage(message=MoverUp()):
+                self._forked[event.mover] = None
+            case events.MoverMessage(message=ChunkMemoryRequest() as report):
+                self.chunk_reports[event.mover] = report
+                num_chunks = min(report.num_wanted, self._chunk_memory // CHUNK_BYTES)
+                self.processes.send(event.mover, ChunkMemoryGranted(num_chunks=num_chunks))
+            case events.MoverMessage():
+                self.said.append((event.mover, event.message))
+            case events.MoverDied():
+                self._forked.setdefault(event.mover, Refusal(Code.MOVER_LOST, "it died"))
+                self.exits.append(event.mover)
         self._changed.set()
 
     async def until(self, found: Callable[[], T | None], deadline_s: float = DEADLINE_S) -> T:
@@ -387,7 +310,7 @@ def packed(ids: list[int] | range) -> dict[GroupName, PackedBlocks]:
 
 async def bind(node: Node, rank: Worker) -> tuple[MoverHandle, Bound]:
     """Take a mover and give it the rank's memory."""
-    mover = await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)
+    mover = await node.acquire()
     mover.send(Bind(regions=rank.export(), read_way=node.read_way), rank.fds)
     return mover, await node.received(mover, Bound)
 
@@ -494,10 +417,8 @@ Connect = Callable[..., Awaitable[tuple[Served, Sink]]]  # the fixture of the mo
 class Pools:
     """The nodes that the tests of a session share: one for each transport.
 
-    A pool's start takes two seconds, its next mover some milliseconds.
+    A forkserver's start takes a second, its next mover 40 ms.
     """
-
-    NUM_WARM = 3  # as many as most tests acquire of a node
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[str, str], Node] = {}
@@ -515,7 +436,7 @@ class Pools:
         key = (name, transport)
         if key not in self._nodes:
             environment = {"KVXFERD_TEST": SHARED_MARK, **TRANSPORTS[transport]}
-            made = Node(name, self.NUM_WARM, environment)
+            made = Node(name, environment)
             self._nodes[key] = await made.__aenter__()
         self._nodes[key].read_way = ReadWay(read_way)
         return self._nodes[key]
@@ -527,7 +448,7 @@ class Pools:
 
     def num_fds(self) -> int:
         """Return how many descriptors the pools hold now."""
-        return sum(node.pool.num_fds() for node in self._nodes.values())
+        return sum(node.num_fds() for node in self._nodes.values())
 
 
 def orphaned_directories() -> list[str]:

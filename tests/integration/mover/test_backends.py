@@ -13,9 +13,9 @@ from tests.support.mover_harness import Node
 async def test_a_backend_that_cannot_be_used_is_refused_at_start() -> None:
     async with Node("here", backend=Backend("POSIX")) as node:
         with pytest.raises(MoverError) as refused:
-            await node.pool.acquire()
+            await node.acquire()
         assert refused.value.code is Code.NIXL_UNAVAILABLE
-        assert refused.value.message == node.pool.decisions.unavailable
+        assert refused.value.message == node.unavailable
         assert "cannot use mover.backend = POSIX: " in refused.value.message
         for plugin in set(import_library().plugins()) - STORAGE_BACKENDS:
             assert plugin in refused.value.message
@@ -24,4 +24,4 @@ async def test_a_backend_that_cannot_be_used_is_refused_at_start() -> None:
 async def test_a_parameter_that_the_backend_refuses_ends_the_registration() -> None:
     async with Node("here", backend=Backend("UCX", {"ucx_error_handling_mode": "no such mode"})) as node:
         with pytest.raises(MoverError):
-            await node.pool.acquire()
+            await node.acquire()

@@ -59,7 +59,7 @@ def maps_of(pid: int, name: str) -> int:
 async def test_regions_that_cannot_be_mapped(
     node: Node, worker_fds: tuple[int, int], region: RegionExport, code: Code
 ) -> None:
-    mover = await node.pool.acquire()
+    mover = await node.acquire()
     with SealedMemory.create(SIZE, "kvxferd-binding") as memory:
         good = RegionExport(region=RegionId("other"), size_bytes=SIZE, fd_index=0)
         mover.send(Bind(regions=(good, region)), (memory.fd, *worker_fds))
@@ -71,7 +71,7 @@ async def test_regions_that_cannot_be_mapped(
 
 
 async def test_a_bind_without_regions_or_without_a_worker(node: Node, worker_fds: tuple[int, int]) -> None:
-    mover = await node.pool.acquire()
+    mover = await node.acquire()
     mover.send(Bind(regions=()), worker_fds)
     assert (await node.received(mover, BindRefused)).code is Code.REGION_INVALID
     mover.send(Bind(regions=(export(),)))
@@ -79,7 +79,7 @@ async def test_a_bind_without_regions_or_without_a_worker(node: Node, worker_fds
 
 
 async def test_several_regions_of_one_descriptor(node: Node, worker_fds: tuple[int, int]) -> None:
-    mover = await node.pool.acquire()
+    mover = await node.acquire()
     with SealedMemory.create(3 * SIZE, "kvxferd-binding") as memory:
         regions = tuple(
             RegionExport(region=RegionId(f"r{n}"), size_bytes=SIZE, fd_index=0, fd_offset=n * SIZE)
@@ -99,7 +99,7 @@ async def test_several_regions_of_one_descriptor(node: Node, worker_fds: tuple[i
 
 async def test_a_fence_page_that_cannot_be_mapped_is_refused_and_the_mover_serves_others(node: Node) -> None:
     """Its owner may seal it against writing after the daemon has looked at it."""
-    mover = await node.pool.acquire()
+    mover = await node.acquire()
     with SealedMemory.create(SIZE) as bad, SealedMemory.create(SIZE) as good:
         fcntl.fcntl(bad.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
         mover.send(MapFence(session=SessionId(1), size_bytes=SIZE), (bad.fd,))
@@ -111,7 +111,7 @@ async def test_a_fence_page_that_cannot_be_mapped_is_refused_and_the_mover_serve
 
 async def test_a_session_that_is_over_costs_no_mapping_and_no_memory(node: Node) -> None:
     """Its page's address stays taken for ever; neighbours are one mapping."""
-    mover = await node.pool.acquire()
+    mover = await node.acquire()
 
     async def serve_pages(first: int, count: int) -> None:
         """Sessions that come and go, eight at a time."""
