@@ -35,13 +35,10 @@ from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.turns import Turns
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core.allowlist import PeerAllowlist
-from kvxferd.core.effects import Effect
 from kvxferd.core.events import (
     AllowlistChanged,
     DrainRequested,
-    Event,
     OwnershipsLoaded,
-    Tick,
 )
 from kvxferd.core.node import Node
 from kvxferd.decision_loop import DecisionLoop
@@ -88,9 +85,8 @@ class Daemon:
         self._read_config = read_config or (lambda: loaded)
         self._has_node = False
         self._boot = BootId(secrets.token_hex(4))
-        self._on_event = DecisionLoop[Event, Effect](
+        self._on_event = DecisionLoop(
             lambda: self._node,
-            Tick(),
             lambda effect: self._effects.perform(effect),  # noqa: PLW0108  (it is made with the movers)
             self._after_events,
             lambda: self._node.context.pop_effects(),  # noqa: PLW0108  (the node is made later)

@@ -7,41 +7,35 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
 import structlog
 
+from kvxferd.core.effects import Effect
+from kvxferd.core.events import Event, Tick
+from kvxferd.core.node import Node
+
 log = structlog.get_logger()
-
-E_contra = TypeVar("E_contra", contravariant=True)
-F = TypeVar("F")
-
-
-class Decisions(Protocol[E_contra, F]):
-    """Decides without I/O. The times are seconds of `time.monotonic`."""
-
-    def feed(self, event: E_contra, now: float) -> list[F]: ...
-    def next_deadline(self) -> float | None: ...
 
 
 @dataclass(slots=True)
-class DecisionLoop(Generic[E_contra, F]):
-    """Feeds one event at a time, and carries out its effects before the next.
+class DecisionLoop:
+    """Feeds a node one event at a time, and carries out its effects before the next.
 
     An exception is a bug of ours: it is logged, and the other effects and events go on.
     """
 
-    decisions: Callable[[], Decisions[E_contra, F]]
-    time_passed: E_contra  # fed at each deadline
-    carry_out: Callable[[F], None]
+    node: Callable[[], Node]
+    carry_out: Callable[[Effect], None]
     after_events: Callable[[], None] = lambda: None  # called when no event waits to be fed
-    pop_effects: Callable[[], list[F]] = list  # what was decided before `feed` raised; or it comes next time
-    _events: deque[E_contra] = field(default_factory=deque)
+    pop_effects: Callable[[], list[Effect]] = (
+        list  # what was decided before `feed` raised; or it comes next time
+    )
+    _events: deque[Event] = field(default_factory=deque)
     _is_feeding: bool = False
     _timer: asyncio.TimerHandle | None = None
     _timer_at: float = 0.0
 
-    def feed(self, event: E_contra) -> None:
+    def feed(self, event: Event) -> None:
         """Feed an event: now, or behind those that are being fed."""
         self._events.append(event)
         if self._is_feeding:
@@ -57,17 +51,17 @@ class DecisionLoop(Generic[E_contra, F]):
         self._set_timer()
         self.after_events()
 
-    def _decide(self, event: E_contra) -> list[F]:
+    def _decide(self, event: Event) -> list[Effect]:
         try:
             # Not the loop's clock: uvloop's has steps of a millisecond, and a small pull takes less.
-            return self.decisions().feed(event, time.monotonic())
+            return self.node().feed(event, time.monotonic())
         except Exception:
             log.exception("event failed", kind=type(event).__name__)
             return self.pop_effects()
 
     def _set_timer(self) -> None:
         # A timer that fires too early costs an event; setting a new one for each event costs more.
-        deadline = self.decisions().next_deadline()
+        deadline = self.node().next_deadline()
         if deadline is not None and (self._timer is None or deadline < self._timer_at):
             if self._timer is not None:
                 self._timer.cancel()
@@ -77,4 +71,4 @@ class DecisionLoop(Generic[E_contra, F]):
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.feed(self.time_passed)
+        self.feed(Tick())

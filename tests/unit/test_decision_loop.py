@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 
+from kvxferd.core.events import Tick
 from kvxferd.decision_loop import DecisionLoop
 
 
 class Doubling:
-    """Decides on each number its double and the next; 13 is a bug."""
+    """Decides on each number its double and the next, and on a tick 0 and 1; 13 is a bug."""
 
     def __init__(self) -> None:
         self.deadline: float | None = None
         self.effects: list[int] = []
 
-    def feed(self, event: int, now: float) -> list[int]:
+    def feed(self, event: int | Tick, now: float) -> list[int]:
+        event = 0 if isinstance(event, Tick) else event
         self.effects += [2 * event, 2 * event + 1]
         if event == 13:
             raise KeyError("a bug")
@@ -41,9 +43,7 @@ async def test_the_effects_of_an_event_come_before_the_next_event_and_what_fails
             loop.feed(4)
             raise OSError("no descriptors")
 
-    loop = DecisionLoop(
-        lambda: decisions, 0, carry_out, lambda: ended.append(len(done)), decisions.pop_effects
-    )
+    loop = DecisionLoop(lambda: decisions, carry_out, lambda: ended.append(len(done)), decisions.pop_effects)
     loop.feed(1)
     assert done == [2, 3, 26, 27, 8, 9]
     assert ended == [6]
@@ -51,7 +51,7 @@ async def test_the_effects_of_an_event_come_before_the_next_event_and_what_fails
 
 async def test_time_that_has_passed_is_fed_at_the_earliest_deadline_alone() -> None:
     decisions, done = Doubling(), asyncio.Queue[int]()
-    loop = DecisionLoop(lambda: decisions, 0, done.put_nowait)
+    loop = DecisionLoop(lambda: decisions, done.put_nowait)
     began = time.monotonic()
     for delay_s in (60, 0.05):
         decisions.deadline = began + delay_s
