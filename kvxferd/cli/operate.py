@@ -44,7 +44,7 @@ def drain(daemon: ControlClient, wait: bool, as_json: bool) -> None:
     Returns at once, or with --wait when it is over: exit code 0 if nothing was left, 1 if something
     was. Only root and the user that runs the daemon may do this.
     """
-    reply = daemon.post("/v1/drain", {"wait": wait}, wait_forever=wait)
+    reply = daemon.post("/v1/drain", {"wait": str(wait).lower()}, wait_forever=wait)
     if as_json:
         print_json(reply)
     elif not wait:
@@ -98,9 +98,10 @@ def cancel(
     if (transfer is None) == (pull is None):
         raise click.UsageError("give either a TRANSFER or --pull N")
     if pull is not None:
-        reply = daemon.post("/v1/pulls/cancel", {"pull": pull})
+        reply = daemon.post("/v1/pulls/cancel", {"pull": str(pull)})
         line = f"cancelled pull {pull}"
     else:
+        assert transfer is not None
         named = {"transfer_id": transfer} | ({"engine_id": engine} if engine else {})
         reply = daemon.post("/v1/transfers/cancel", named)
         line = f"cancelled transfer {transfer} of {', '.join(reply['engines'])}"

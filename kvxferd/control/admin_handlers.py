@@ -1,4 +1,4 @@
-"""Handlers of the routes that change state. Each takes its arguments as JSON or in the query."""
+"""Handlers of the routes that change state. Each takes its arguments from the query."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvxferd.control.responses import error_response, json_response
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineId, PullId, TransferId
 
-RequestBody = TypeVar("RequestBody", bound=msgspec.Struct)
+Arguments = TypeVar("Arguments", bound=msgspec.Struct)
 
 
 class ReloadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,16 +52,16 @@ class CancelPullRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 async def reload(request: web.Request) -> web.StreamResponse:
     """Read the configuration again: allow-lists and the log's level."""
-    await _read_request(request, ReloadRequest)
+    _arguments(request, ReloadRequest)
     return json_response(request.app[NODE_ADMIN].reload())
 
 
 async def drain(request: web.Request) -> web.StreamResponse:
     """Start to drain. The daemon exits once drained; with `wait` the reply first reports what was left."""
-    body = await _read_request(request, DrainRequest)
+    given = _arguments(request, DrainRequest)
     view = request.app[NODE_ADMIN]
     view.drain()
-    if not body.wait:
+    if not given.wait:
         return json_response({"draining": True}, 202)
     left = await view.wait_drained()
     drained = not left.transfers and not left.pulls
@@ -70,20 +70,20 @@ async def drain(request: web.Request) -> web.StreamResponse:
 
 async def drop_peer(request: web.Request) -> web.StreamResponse:
     """Forget a peer, the engines learnt from it, and the requests to it."""
-    body = await _read_request(request, DropPeerRequest)
-    if dropped := request.app[NODE_ADMIN].drop_peer(body.endpoint):
+    given = _arguments(request, DropPeerRequest)
+    if dropped := request.app[NODE_ADMIN].drop_peer(given.endpoint):
         return json_response({"dropped": dropped})
-    text = f"cannot drop peer {body.endpoint}: no such peer is known; `kvxferd peers` lists them"
+    text = f"cannot drop peer {given.endpoint}: no such peer is known; `kvxferd peers` lists them"
     return error_response(404, Code.NOT_FOUND, text)
 
 
 async def disown(request: web.Request) -> web.StreamResponse:
     """Forget the owner of an engine id and of its absent ranks: the next to register owns them."""
-    body = await _read_request(request, DisownRequest)
-    if found := request.app[NODE_ADMIN].disown(body.engine_id):
-        return json_response({"disowned": body.engine_id, "uid": found.uid, "ranks": found.num_ranks})
+    given = _arguments(request, DisownRequest)
+    if found := request.app[NODE_ADMIN].disown(given.engine_id):
+        return json_response({"disowned": given.engine_id, "uid": found.uid, "ranks": found.num_ranks})
     text = (
-        f"cannot disown engine {body.engine_id}: no user is recorded for that id, who registers it next has "
+        f"cannot disown engine {given.engine_id}: no user is recorded for that id, who registers it next has "
         "it, and no rank of it is kept; `kvxferd engines` lists the ids that are recorded"
     )
     return error_response(404, Code.NOT_FOUND, text)
@@ -91,12 +91,12 @@ async def disown(request: web.Request) -> web.StreamResponse:
 
 async def cancel_transfer(request: web.Request) -> web.StreamResponse:
     """Release a published transfer: its readers fail, and the engine may reuse its blocks."""
-    body = await _read_request(request, CancelTransferRequest)
-    engines = request.app[NODE_ADMIN].cancel_transfer(body.transfer_id, body.engine_id)
+    given = _arguments(request, CancelTransferRequest)
+    engines = request.app[NODE_ADMIN].cancel_transfer(given.transfer_id, given.engine_id)
     if engines:
-        return json_response({"cancelled": body.transfer_id, "engines": [str(key) for key in engines]})
+        return json_response({"cancelled": given.transfer_id, "engines": [str(key) for key in engines]})
     text = (
-        f"cannot cancel transfer {body.transfer_id}: no live transfer of that name was published here; "
+        f"cannot cancel transfer {given.transfer_id}: no live transfer of that name was published here; "
         "`kvxferd transfers` lists them"
     )
     return error_response(404, Code.TRANSFER_UNKNOWN, text)
@@ -104,18 +104,18 @@ async def cancel_transfer(request: web.Request) -> web.StreamResponse:
 
 async def cancel_pull(request: web.Request) -> web.StreamResponse:
     """End a running pull: its engine gets one terminal event."""
-    body = await _read_request(request, CancelPullRequest)
-    if request.app[NODE_ADMIN].cancel_pull(body.pull):
-        return json_response({"cancelled": body.pull})
-    text = f"cannot cancel pull {body.pull}: no pull of that number runs here; `kvxferd transfers` lists them"
+    given = _arguments(request, CancelPullRequest)
+    if request.app[NODE_ADMIN].cancel_pull(given.pull):
+        return json_response({"cancelled": given.pull})
+    text = (
+        f"cannot cancel pull {given.pull}: no pull of that number runs here; `kvxferd transfers` lists them"
+    )
     return error_response(404, Code.NOT_FOUND, text)
 
 
-async def _read_request(request: web.Request, kind: type[RequestBody]) -> RequestBody:
-    """Decode the query, or else the body. Raises EngineError(bad-request), which names the field."""
+def _arguments(request: web.Request, kind: type[Arguments]) -> Arguments:
+    """Return the query's arguments. Raises EngineError(bad-request), which names the field."""
     try:
-        if request.query:
-            return msgspec.convert(dict(request.query), kind, strict=False)
-        return msgspec.json.decode(await request.read() or b"{}", type=kind)
-    except msgspec.DecodeError as error:
+        return msgspec.convert(dict(request.query), kind, strict=False)
+    except msgspec.ValidationError as error:
         raise EngineError(f"cannot {request.method} {request.path}: {error}", Code.BAD_REQUEST) from error

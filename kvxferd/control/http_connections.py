@@ -37,7 +37,7 @@ BACKLOG = 128
 # a browser's cookies for this host have 4 KiB. 128 connections have 8 MiB, and five times that as Python
 # objects.
 MAX_REQUEST_BYTES = 64 << 10
-MAX_LINE_BYTES = 4 << 10
+MAX_LINE_BYTES = 8 << 10  # two names of 256 characters of any kind
 MAX_HEADERS = 64
 # Unread responses on all unprivileged connections together: four of the largest (8,192 transfers with names
 # of 256 characters), or 16 of a full node.

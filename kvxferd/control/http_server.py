@@ -35,8 +35,6 @@ from kvxferd.unix_socket import bind_unix_socket, is_own_uid
 __all__ = ["HttpServer"]
 
 CONTROL_SOCKET_MODE = 0o660
-# No route takes more than a few names.
-MAX_BODY_BYTES = 16 << 10
 # Responses are small and local: do not wait longer for clients to read them.
 SHUTDOWN_S = 1.0
 
@@ -88,9 +86,7 @@ class HttpServer:
 
 
 def _make_app(config: Config, view: NodeAdmin, metrics: Metrics) -> web.Application:
-    app = web.Application(
-        middlewares=[_limit_requests, _errors_as_json, _own_hosts_only], client_max_size=MAX_BODY_BYTES
-    )
+    app = web.Application(middlewares=[_limit_requests, _errors_as_json, _own_hosts_only])
     app[NODE_ADMIN] = view
     app[RESPONSE_CACHE] = ResponseCache(view)
     app[RATE_LIMITER] = HttpRateLimiter(time.monotonic)
@@ -120,7 +116,7 @@ def _admin_only(route: Route) -> Handler:
                 f"it is for root and for user {os.geteuid()}, who runs the daemon",
             )
         if route.method != "GET":
-            await log_operator_request(request, caller)
+            log_operator_request(request, caller)
         return await route.handler(request)
 
     return guarded

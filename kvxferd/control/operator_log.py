@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from urllib.parse import unquote_plus
 
 from aiohttp import web
 
@@ -23,9 +24,9 @@ def caller_of(request: web.Request) -> Credentials | None:
     return credentials_of(connection)
 
 
-async def log_operator_request(request: web.Request, caller: Credentials) -> None:
+def log_operator_request(request: web.Request, caller: Credentials) -> None:
     """Log a request that may change the node, before it is handled."""
-    text = redact(request.query_string or (await request.read()).decode(errors="replace"))
+    text = redact(unquote_plus(request.query_string))
     arguments = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     if len(arguments) > MAX_ARGUMENTS_CHARS:
         arguments = arguments[: MAX_ARGUMENTS_CHARS - 3] + "..."

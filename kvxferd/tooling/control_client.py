@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -34,9 +35,10 @@ class ControlClient:
         status, value = self.request("GET", path)
         return _value_or_raise(status, value)
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None, wait_forever: bool = False) -> Any:
+    def post(self, path: str, arguments: Mapping[str, str] | None = None, wait_forever: bool = False) -> Any:
         """As `get`, for a request that changes something. With `wait_forever` there is no timeout."""
-        status, value = self.request("POST", path, body, wait_forever)
+        query = f"?{urlencode(arguments)}" if arguments else ""
+        status, value = self.request("POST", path + query, wait_forever)
         return _value_or_raise(status, value)
 
     def read(self, path: str) -> bytes:
@@ -46,19 +48,15 @@ class ControlClient:
             raise KvxferdError(f"cannot GET {path}: {body[:300].decode(errors='replace')}")
         return body
 
-    def request(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, wait_forever: bool = False
-    ) -> tuple[int, Any]:
+    def request(self, method: str, path: str, wait_forever: bool = False) -> tuple[int, Any]:
         """Return the response's status and its JSON. Raises KvxferdError if there is no response."""
-        status, response = self._exchange(method, path, body, wait_forever)
+        status, response = self._exchange(method, path, wait_forever)
         try:
             return status, msgspec.json.decode(response)
         except msgspec.DecodeError as error:
             raise self._connection_error(error) from error
 
-    def _exchange(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, wait_forever: bool = False
-    ) -> tuple[int, bytes]:
+    def _exchange(self, method: str, path: str, wait_forever: bool = False) -> tuple[int, bytes]:
         # Imported here: a verb is also imported to complete its options in a shell.
         from http.client import HTTPConnection, HTTPException
 
@@ -67,7 +65,7 @@ class ControlClient:
             connection.sock = socket.socket(socket.AF_UNIX)
             connection.sock.settimeout(None if wait_forever else self._timeout_s)
             connection.sock.connect(self.socket_path)
-            connection.request(method, path, body=None if body is None else msgspec.json.encode(body))
+            connection.request(method, path)
             response = connection.getresponse()
             received = response.read(MAX_BODY_BYTES + 1)
             if len(received) > MAX_BODY_BYTES:
