@@ -89,7 +89,6 @@ class Daemon:
             lambda: self._node,
             lambda effect: self._effects.perform(effect),  # noqa: PLW0108  (it is made with the movers)
             self._after_events,
-            lambda: self._node.context.pop_effects(),  # noqa: PLW0108  (the node is made later)
         ).feed
         self._sd_notifier = SdNotifier(os.environ)
         self._stopping = asyncio.Event()

@@ -27,9 +27,6 @@ class DecisionLoop:
     node: Callable[[], Node]
     carry_out: Callable[[Effect], None]
     after_events: Callable[[], None] = lambda: None  # called when no event waits to be fed
-    pop_effects: Callable[[], list[Effect]] = (
-        list  # what was decided before `feed` raised; or it comes next time
-    )
     _events: deque[Event] = field(default_factory=deque)
     _is_feeding: bool = False
     _timer: asyncio.TimerHandle | None = None
@@ -57,7 +54,7 @@ class DecisionLoop:
             return self.node().feed(event, time.monotonic())
         except Exception:
             log.exception("event failed", kind=type(event).__name__)
-            return self.pop_effects()
+            return self.node().context.pop_effects()  # what was decided before it raised
 
     def _set_timer(self) -> None:
         # A timer that fires too early costs an event; setting a new one for each event costs more.

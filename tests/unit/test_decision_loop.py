@@ -15,6 +15,7 @@ class Doubling:
     def __init__(self) -> None:
         self.deadline: float | None = None
         self.effects: list[int] = []
+        self.context = self
 
     def feed(self, event: int | Tick, now: float) -> list[int]:
         event = 0 if isinstance(event, Tick) else event
@@ -43,7 +44,7 @@ async def test_the_effects_of_an_event_come_before_the_next_event_and_what_fails
             loop.feed(4)
             raise OSError("no descriptors")
 
-    loop = DecisionLoop(lambda: decisions, carry_out, lambda: ended.append(len(done)), decisions.pop_effects)
+    loop = DecisionLoop(lambda: decisions, carry_out, lambda: ended.append(len(done)))
     loop.feed(1)
     assert done == [2, 3, 26, 27, 8, 9]
     assert ended == [6]
