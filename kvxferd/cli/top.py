@@ -128,7 +128,7 @@ def print_report(status: dict[str, Any], samples: dict[str, Any]) -> None:
         print_line(f"to do: {verdict.remedy}")
     for warning in reversed(msgspec.convert(status["warnings"], list[NodeWarning])):
         print_line(f"{warning.kind.value} since {format_clock(warning.since)}Z: {warning.text}", "yellow")
-    print_line(_last_minute(report.last_minute, node))
+    print_line(_last_minute(msgspec.convert(status["last_minute"], LastMinute), node))
     _print_first("Pairs of engines, 15 minutes", PAIRS, sorted(report.pairs, key=lambda row: -row.delivered))
     if reasons := msgspec.convert(samples["failure_reasons"], list[FailureReason]):
         _print_first("Why pulls failed in the last 15 minutes", REASONS, reasons)

@@ -26,9 +26,6 @@ from kvxferd.telemetry.log_buffer import LOG_BUFFER
 from kvxferd.telemetry.overview import failure_reasons, peer_lines, verdict_of
 from kvxferd.telemetry.samples import RING_S
 
-SPANS_S = (60, 300, RING_S)
-
-
 # Records of each list in `/v1/samples`.
 MAX_NOTABLE = 64
 
@@ -48,8 +45,6 @@ class Route(NamedTuple):
     access: Access
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     is_cached: bool = False
-    # Names the response that such clients share; by default there is one for the path. Few names are allowed.
-    cache_key: Callable[[web.Request], str] = lambda request: ""
 
 
 async def status_page(request: web.Request) -> web.StreamResponse:
@@ -156,9 +151,9 @@ async def history(request: web.Request) -> web.StreamResponse:
 
 
 async def samples(request: web.Request) -> web.StreamResponse:
-    """The last minutes in numbers; the last minute; by pair of engines and by peer; what failed."""
+    """The last 15 minutes in numbers; by pair of engines and by peer; what failed."""
     view, node, now = request.app[NODE_ADMIN], await snapshot_for(request), time.time()
-    report, failed = view.samples.report(_sampled_seconds(request)), view.history.failed_pulls()
+    report, failed = view.samples.report(), view.history.failed_pulls()
     return json_response(
         {
             **{name: getattr(report, name) for name in report.__struct_fields__},
@@ -169,15 +164,6 @@ async def samples(request: web.Request) -> web.StreamResponse:
             "expired_leases": view.history.expired_leases()[:MAX_NOTABLE],
         }
     )
-
-
-def _sampled_seconds(request: web.Request) -> int:
-    """Return `seconds` of the query, rounded up to one of `SPANS_S`: few responses are made, and shared."""
-    text = request.query.get("seconds", str(RING_S))
-    if not (text.isascii() and text.isdecimal() and len(text) <= 6):
-        message = f"cannot show samples: seconds is no number of 1 to {RING_S}"
-        raise KvxferdError(message, Code.BAD_REQUEST)
-    return next((span for span in SPANS_S if int(text) <= span), RING_S)
 
 
 async def recent_log(request: web.Request) -> web.StreamResponse:
@@ -198,14 +184,7 @@ ROUTES = [
     Route("GET", "/v1/peers", Access.ANYONE, peers, is_cached=True),
     Route("GET", "/v1/transfers", Access.ANYONE, transfers, is_cached=True),
     Route("GET", "/v1/history", Access.ANYONE, history),
-    Route(
-        "GET",
-        "/v1/samples",
-        Access.ANYONE,
-        samples,
-        is_cached=True,
-        cache_key=lambda request: str(_sampled_seconds(request)),
-    ),
+    Route("GET", "/v1/samples", Access.ANYONE, samples, is_cached=True),
     Route("GET", "/v1/config", Access.ADMIN, config),
     Route("GET", "/v1/log", Access.ADMIN, recent_log),
     Route("POST", "/v1/reload", Access.ADMIN, admin_handlers.reload),

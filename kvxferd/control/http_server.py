@@ -126,7 +126,7 @@ def _cached(route: Route) -> Handler:
     async def shared(request: web.Request) -> web.StreamResponse:
         if not route.is_cached or is_operator(request):
             return await route.handler(request)
-        return await request.app[RESPONSE_CACHE].respond(request, route.handler, route.cache_key(request))
+        return await request.app[RESPONSE_CACHE].respond(request, route.handler)
 
     return shared
 

@@ -32,7 +32,7 @@ class ResponseCache:
         self._node = view
         self._snapshot: asyncio.Future[NodeSnapshot] | None = None
         self._stale_at = 0.0
-        self._responses: dict[tuple[str, str], asyncio.Future[web.Response]] = {}
+        self._responses: dict[str, asyncio.Future[web.Response]] = {}
 
     async def fresh_snapshot(self) -> NodeSnapshot:
         """Return a new snapshot."""
@@ -50,12 +50,12 @@ class ResponseCache:
             self._snapshot = loop.create_task(self._make_snapshot())
         return await asyncio.shield(self._snapshot)
 
-    async def respond(self, request: web.Request, handler: Handler, key: str = "") -> web.StreamResponse:
-        """Return the path's response, made from the cached snapshot. Paths and their keys are few."""
+    async def respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return the path's response, made from the cached snapshot. Paths are few."""
         await self.cached_snapshot()
-        made = self._responses.get((request.path, key))
+        made = self._responses.get(request.path)
         if made is None:
-            made = self._responses[request.path, key] = asyncio.ensure_future(self._render(request, handler))
+            made = self._responses[request.path] = asyncio.ensure_future(self._render(request, handler))
         reply = await asyncio.shield(made)
         return web.Response(body=reply.body, status=reply.status, headers=reply.headers)
 

@@ -90,7 +90,6 @@ class SampleReport(msgspec.Struct, frozen=True, kw_only=True):
     """The reply of `/v1/samples`, which adds what else is known of each peer, and records."""
 
     slots: list[SlotRow | None]  # oldest first, the present one last; None: the daemon did not run
-    last_minute: LastMinute
     # Of the same time. Most failures first, then most bytes.
     pairs: list[PairRow]
     peers: list[PeerRow]
@@ -261,9 +260,10 @@ class Samples:
     def last_minute(self) -> LastMinute:
         """Return rates and failures of the last 60 to 70 seconds."""
         self.tick()
-        slots = self._last_slots(MINUTE_S + SLOT_S)
-        present, row = slots[-1], _node_row(slots)
-        seconds = present.until - max(self._started, (present.number - MINUTE_S // SLOT_S) * SLOT_S)
+        present = self._slots[-1]
+        first = present.number - MINUTE_S // SLOT_S
+        slots = [slot for slot in self._slots if slot.number >= first]
+        row, seconds = _node_row(slots), present.until - max(self._started, first * SLOT_S)
         delivered, failed = row["delivered"], row["failed"]
         worst_code = next(iter(row["failures"]), "")
         peers = _totals([slot.peers for slot in slots]) if failed else []
@@ -279,14 +279,13 @@ class Samples:
             worst_peer=worst_peer if failed_from.get(worst_peer) else "",
         )
 
-    def report(self, seconds: int) -> SampleReport:
-        """Return the slots of the last seconds, at most `RING_S`."""
-        minute = self.last_minute()
-        slots = self._last_slots(seconds)
+    def report(self) -> SampleReport:
+        """Return the slots of the last `RING_S`."""
+        self.tick()
+        slots = self._slots
         by_number = {slot.number: _slot_row(slot) for slot in slots}
         return SampleReport(
             slots=[by_number.get(number) for number in range(slots[0].number, slots[-1].number + 1)],
-            last_minute=minute,
             pairs=[
                 PairRow(source=source, sink=sink, **sums.row())
                 for (source, sink), sums in _totals([slot.pairs for slot in slots])
@@ -301,10 +300,6 @@ class Samples:
         self.tick()
         slowest = [pull for slot in self._slots for pull in slot.slowest]
         return sorted(slowest, key=lambda pull: -pull.total_s)
-
-    def _last_slots(self, seconds: int) -> list[_Slot]:
-        first = self._slots[-1].number - -(-seconds // SLOT_S) + 1
-        return [slot for slot in self._slots if slot.number >= first] or [self._slots[-1]]
 
 
 def _totals(tables: Sequence[_SumsByKey]) -> list[tuple[tuple[str, ...], _Sums]]:

@@ -58,9 +58,9 @@ def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> No
     (source,) = fleet.engine(prefill, spec_of("prefill-0"))
     (sink,) = fleet.engine(decode, spec_of("decode-0"))
     pull_and_check([sink], publish([source], 1), 1)
-    served = lambda: prefill.control.get("/v1/samples?seconds=60")["last_minute"]  # noqa: E731
+    served = lambda: prefill.control.get("/v1/status")["last_minute"]  # noqa: E731
     wait_until(lambda: served()["served_bytes"] > 0, "the other side counts it")
-    assert served()["served_bytes"] == decode.control.get("/v1/samples")["last_minute"]["pulled_bytes"] > 0
+    assert served()["served_bytes"] == decode.control.get("/v1/status")["last_minute"]["pulled_bytes"] > 0
     lost, peer = publish([source], 2), prefill.endpoint
 
     async def look() -> None:

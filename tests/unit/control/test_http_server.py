@@ -162,16 +162,13 @@ async def test_the_page_and_what_it_shows_over_http(http: ServedNode) -> None:
 
 async def test_samples_over_http(http: ServedNode) -> None:
     for client in (http.tcp, http.unix):
-        for query in ("", "?seconds=1", "?seconds=60", "?seconds=900", "?seconds=999999"):
-            status, found = await ask(client, f"/v1/samples{query}")
-            assert status == 200, query
-            assert [slot and slot["delivered"] for slot in found["slots"]] == [1, None, 1]
-            assert found["failed_pulls"][0]["code"] == "lease-expired"
-            assert found["slowest_pulls"][0]["transfer_id"] == "req-0"
-            (peer,) = found["peers"]
-            assert (peer["state"], peer["failed"], peer["num_grants"]) == ("up", 1, 7)
-        for query in ("-1", "x", "", "1.5", "9999999", "\N{SUPERSCRIPT TWO}"):
-            assert (await ask(client, "/v1/samples", params={"seconds": query}))[0] == 400, query
+        status, found = await ask(client, "/v1/samples")
+        assert status == 200
+        assert [slot and slot["delivered"] for slot in found["slots"]] == [1, None, 1]
+        assert found["failed_pulls"][0]["code"] == "lease-expired"
+        assert found["slowest_pulls"][0]["transfer_id"] == "req-0"
+        (peer,) = found["peers"]
+        assert (peer["state"], peer["failed"], peer["num_grants"]) == ("up", 1, 7)
 
 
 def test_the_topology_shows_the_last_used_first_as_far_as_ranks_have_room() -> None:

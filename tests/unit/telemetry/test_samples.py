@@ -41,8 +41,8 @@ class Node:
             self.now = min(self.now + 0.5, until)
             self.samples.tick()
 
-    def slots(self, seconds: int = RING_S) -> list[SlotRow]:
-        return [slot for slot in self.samples.report(seconds).slots if slot is not None]
+    def slots(self) -> list[SlotRow]:
+        return [slot for slot in self.samples.report().slots if slot is not None]
 
 
 def record(**changes: object) -> PullRecord:
@@ -78,7 +78,7 @@ def test_a_daemon_that_did_not_run_leaves_a_gap() -> None:
     node.now += 22  # it is stopped
     node.run(1)
     node.samples.add(failed())
-    slots = node.samples.report(RING_S).slots
+    slots = node.samples.report().slots
     assert [None if slot is None else (slot.span_s, slot.failed) for slot in slots] == [
         (5.0, 0),
         None,
@@ -111,7 +111,7 @@ def test_the_first_minute_is_shorter_and_few_pulls_have_no_quantile() -> None:
     for _ in range(MIN_QUANTILE_PULLS - 1):
         node.samples.add(record(total_s=0.5, bytes=100))
     node.run(2)
-    minute, (pair,) = node.samples.last_minute(), node.samples.report(60).pairs
+    minute, (pair,) = node.samples.last_minute(), node.samples.report().pairs
     assert (minute.seconds, minute.pulled_bytes_per_s) == (2.0, 950.0)
     assert (minute.p99_s, pair.p99_s, pair.mean_s) == (None, None, 0.5)
 
@@ -122,7 +122,7 @@ def test_names_that_change_make_no_more_rows_of_a_slot_or_of_all() -> None:
         node.samples.add(failed(source=EngineId(f"e{number}"), peer=Endpoint(f"tcp://p{number}:1")))
         node.run(SLOT_S / MAX_KEYS / 2)
     assert max(len(slot.pairs) for slot in node.samples._slots) == MAX_KEYS + 1
-    report = node.samples.report(RING_S)
+    report = node.samples.report()
     assert (len(report.pairs), len(report.peers)) == (MAX_KEYS + 1, MAX_KEYS + 1)
     assert sum(row.failed for row in report.pairs) == sum(row.failed for row in report.peers)
     assert sum(row.failed for row in report.pairs) == sum(slot.failed for slot in node.slots())
@@ -133,7 +133,7 @@ def test_pulls_are_counted_by_their_peer() -> None:
     for peer in ("tcp://a:1", "tcp://b:1", "tcp://b:1"):
         node.samples.add(failed(Code.TRANSPORT, peer=Endpoint(peer), ended_at=WALL + 1))
         node.samples.add(record(peer=Endpoint("tcp://a:1"), bytes=10))
-    first, second = node.samples.report(60).peers
+    first, second = node.samples.report().peers
     assert (first.peer, first.failed, first.delivered, first.last_code) == ("tcp://b:1", 2, 0, "transport")
     assert (second.peer, second.failed, second.delivered, second.pulled_bytes) == ("tcp://a:1", 1, 3, 30)
     assert first.last_failed_at == WALL + 1
@@ -156,7 +156,7 @@ def test_absurd_numbers_are_no_error() -> None:
             node.samples.add(record(bytes=num_bytes))
             node.samples.add_served(num_bytes)
         node.run(SLOT_S)
-    found = node.samples.report(RING_S)
+    found = node.samples.report()
     assert min(slot.pulled_bytes for slot in node.slots()[:-1]) > 0
     assert msgspec.json.decode(msgspec.json.encode(found), type=SampleReport) == found
 
