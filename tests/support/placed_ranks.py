@@ -1,18 +1,15 @@
-"""Engines' ranks in one process, placed as the vLLM connector places them; prints one line of JSON.
+"""Engines' ranks in one process, placed as the vLLM connector places them, for a rank process to `run`.
 
-python -m tests.support.placed_ranks SOCKET DRIVER CASE...
-
-A CASE is SETTING:MEMORY[:MISSING,MISSING...]. MEMORY is an allocator of `tensor_allocators`; imports of
+A case is SETTING:MEMORY[:MISSING,MISSING...]. MEMORY is an allocator of `tensor_allocators`; imports of
 MISSING fail while the ranks are placed. In each case one rank publishes, and another pulls and compares.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,18 +25,21 @@ from kvxferd.layout import EngineSpec, TensorRegion
 from kvxferd.memory import MemoryPlacement
 from tests.support.client_harness import one_event
 from tests.support.connector_harness import BLOCK_BYTES, BLOCK_TOKENS, LAYOUT, NAME, NUM_BLOCKS
+from tests.support.nodes.agent import Agent
 from tests.support.tensor_allocators import TensorStore
 
 WAIT_S = 60.0
 SIZE = NUM_BLOCKS * BLOCK_BYTES
 
 
-def main(socket: str, driver: str, *cases: str) -> None:
+def place(socket: str, driver: str, cases: Sequence[str], agent: Agent) -> list[dict[str, Any]]:
+    """Return what both ranks of each case reported, and whether the bytes came; or why none was placed."""
+    agent.can_serve_again = False
     os.environ["KVXFERD_DRIVER"] = driver
-    print("ANSWER " + json.dumps([run(socket, driver, *case.split(":")) for case in cases]), flush=True)
+    return [_place(socket, driver, *case.split(":")) for case in cases]
 
 
-def run(socket: str, driver: str, setting: str, memory: str, missing: str = "") -> dict[str, Any]:
+def _place(socket: str, driver: str, setting: str, memory: str, missing: str = "") -> dict[str, Any]:
     placements = {"auto": None, "child": OF_CHILD, "resident": (MemoryPlacement.RESIDENT,)}[setting]
     stores = [TensorStore(SIZE, memory, driver) for _ in range(2)]
     ranks: list[RankHandle] = []
@@ -91,7 +91,3 @@ def move(source: RankHandle, sink: RankHandle, origin: TensorStore, target: Tens
     event = one_event(sink, WAIT_S)
     target.load()
     return isinstance(event, Delivered) and bool((target.bytes == origin.bytes).all())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -6,22 +6,19 @@ at the end, and the next placement has to deliver.
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from typing import Any
 
+from tests.support import placed_ranks
 from tests.support.device_daemon import daemon
 from tests.support.fake_driver import FAKE
 from tests.support.nodes.fleet import Fleet
-from tests.support.python_process import run_python
 
 
 def place(fleet: Fleet, driver: str, movers: str, *cases: str) -> list[dict[str, Any]]:
     """Return what two ranks found in each case, on a daemon whose movers have the driver `movers`."""
-    arguments = [str(daemon(fleet, "node", movers).worker_socket), driver, *cases]
-    ran = run_python("-m", "tests.support.placed_ranks", *arguments)
-    replies = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert replies, ran.stderr
-    found: list[dict[str, Any]] = json.loads(replies[0].removeprefix("ANSWER "))
+    socket = daemon(fleet, "node", movers).worker_socket
+    found: list[dict[str, Any]] = fleet.rank().run(partial(placed_ranks.place, socket, driver, cases))
     return found
 
 
