@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.proofs.cuda_stub.plain_read import SIZE_BYTES
+from kvxferd.tooling.child_process import ChildProcess
+from tests.proofs.cuda_stub.plain_read import SIZE_BYTES, PlainMemory
 from tests.support.device_daemon import daemon
 from tests.support.doctor_harness import examine
 from tests.support.nodes.daemon import Daemon
@@ -50,25 +50,17 @@ def test_memory_of_cudamalloc_is_read_by_cuda_ipc_with_nvlinks_and_without(log: 
 
     A source that is killed leaves nothing on the device, though its reader lives.
     """
-    with plain_read("source") as source, plain_read("reader") as reader:
-        assert ask(reader, ask(source, "")) == "intact\n"
+    source, reader = (
+        ChildProcess(partial(PlainMemory, f"{role}/1"), log.with_name(role)) for role in ("source", "reader")
+    )
+    try:
+        assert reader.call(PlainMemory.reads, *source.call(PlainMemory.fill))
         source.kill()
-        source.wait()
-        assert int(ask(reader, "\n")) >= SIZE_BYTES, "beside what it had of its own"
+        assert reader.call(PlainMemory.drop_source) >= SIZE_BYTES, "beside what it had of its own"
+    finally:  # the libraries' destructors could hang, and are not needed
+        source.kill()
+        reader.kill()
     assert f"device to device: {SIZE_BYTES}" in log.read_text()
-
-
-def plain_read(role: str) -> subprocess.Popen[str]:
-    program = [sys.executable, "-m", "tests.proofs.cuda_stub.plain_read", role]
-    return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def ask(process: subprocess.Popen[str], line: str) -> str:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(line)
-    process.stdin.flush()
-    return process.stdout.readline()
 
 
 def test_a_gpu_that_is_read_over_tcp_alone_is_staged(fleet: Fleet) -> None:

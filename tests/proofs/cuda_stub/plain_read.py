@@ -1,17 +1,8 @@
-"""Reads cudaMalloc's memory of another process: `python -m tests.proofs.cuda_stub.plain_read source|reader`.
-
-The source prints what a reader needs, and serves until its standard input ends. The reader takes that line
-from standard input, and prints "intact" where every byte came. At the next line, or the end, it drops the
-source, and prints by how many bytes less of the device are in use than while it read.
-"""
+"""cudaMalloc's memory, read by another process: a `PlainMemory` in each of two `ChildProcess`es."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import select
-import sys
 
 from kvxferd.ids import AgentName
 from kvxferd.memory.driver_registry import open_driver
@@ -21,43 +12,44 @@ from kvxferd.mover.transport.runs import single_run
 from tests.support.devices import read, used_bytes, write
 
 SIZE_BYTES = 4 << 20
+CONTENT = random.Random(1).randbytes(SIZE_BYTES)
 
 
-def main() -> None:
-    role, output = sys.argv[1], os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the libraries log to standard output
-    transport = NixlTransport(import_library(), AgentName(f"{role}/1"))
-    driver = open_driver("cuda")
-    device = driver.devices()[0]
-    address = driver.allocate_plain(device.uuid, SIZE_BYTES)
-    span = MemoryRange(address, SIZE_BYTES, driver.mem_type, device.ordinal)
-    transport.register(span)
-    content = random.Random(1).randbytes(SIZE_BYTES)
-    if role == "source":
-        write(driver, address, content)
-        print(json.dumps([transport.metadata([span]).hex(), address]), file=output, flush=True)
-        while not select.select([sys.stdin], [], [], 0)[0]:
-            transport.progress()
-    else:
-        metadata, remote = json.loads(sys.stdin.readline())
-        place = MemoryKind(driver.mem_type, device.ordinal)
-        agent = transport.load_remote(bytes.fromhex(metadata))
-        handle = transport.post(agent, single_run(address, remote, SIZE_BYTES), ReadKinds(place, place))
-        while not transport.poll(handle):
+class PlainMemory:
+    """An agent and its memory in the first device."""
+
+    def __init__(self, name: str) -> None:
+        self._transport = NixlTransport(import_library(), AgentName(name))
+        self._driver = open_driver("cuda")
+        device = self._driver.devices()[0]
+        self._uuid, self._place = device.uuid, MemoryKind(self._driver.mem_type, device.ordinal)
+        self._address = self._driver.allocate_plain(device.uuid, SIZE_BYTES)
+        self._span = MemoryRange(self._address, SIZE_BYTES, *self._place[:2])
+        self._transport.register(self._span)
+
+    def fill(self) -> tuple[bytes, int]:
+        """Write the content; return what a reader needs."""
+        write(self._driver, self._address, CONTENT)
+        return self._transport.metadata([self._span]), self._address
+
+    def progress(self) -> bool:
+        """Serve readers, as `ChildProcess` calls it between calls."""
+        self._transport.progress()
+        return True
+
+    def reads(self, metadata: bytes, remote: int) -> bool:
+        """Read all of it; return whether every byte came."""
+        self._agent = self._transport.load_remote(metadata)
+        runs = single_run(self._address, remote, SIZE_BYTES)
+        handle = self._transport.post(self._agent, runs, ReadKinds(self._place, self._place))
+        while not self._transport.poll(handle):
             pass
-        transport.release(handle)
-        used = used_bytes(driver, device.uuid)
-        print(
-            "intact" if read(driver, address, SIZE_BYTES) == content else "other bytes",
-            file=output,
-            flush=True,
-        )
-        sys.stdin.readline()
-        transport.drop_remote(agent)
-        transport.progress()
-        print(used - used_bytes(driver, device.uuid), file=output, flush=True)
-    os._exit(0)  # the libraries' destructors could hang, and are not needed
+        self._transport.release(handle)
+        return read(self._driver, self._address, SIZE_BYTES) == CONTENT
 
-
-if __name__ == "__main__":
-    main()
+    def drop_source(self) -> int:
+        """Drop what was read; return by how many bytes less of the device are in use."""
+        used = used_bytes(self._driver, self._uuid)
+        self._transport.drop_remote(self._agent)
+        self._transport.progress()
+        return used - used_bytes(self._driver, self._uuid)
