@@ -19,6 +19,7 @@ Coordinate = tuple[int, str, int, int, int]  # layer, component, unit, first tok
 Place = tuple[RegionId, int]  # region, byte in it
 Lists = Mapping[GroupName, PackedBlocks]
 Memory = dict[RegionId, np.ndarray]
+Bases = Mapping[RegionId, int]
 
 STATE = -1  # stands for the token of a state
 
@@ -108,16 +109,8 @@ def check_pull(
     written = {region: np.zeros(array.shape, dtype=np.int64) for region, array in sink.items()}
     for i, rank in enumerate(sorted(remote)):
         if rank in runs:
-            source_at = bases(remote[rank], i + 1)
-            _copy(
-                layout=layout,
-                sink=sink,
-                written=written,
-                remote=remote[rank],
-                source=sources[rank],
-                source_at=source_at,
-                runs=runs[rank],
-            )
+            read(runs[rank], sink, bases(layout, 0), sources[rank], bases(remote[rank], i + 1))
+            _check_runs(runs[rank], written, bases(layout, 0), sources[rank], bases(remote[rank], i + 1))
     held = set().union(*theirs.values()) if theirs else set()
     groups = {(t.layer, t.component): t.group for t in layout.tensors}
     expected = {region: np.zeros(array.shape, dtype=np.int64) for region, array in sink.items()}
@@ -137,25 +130,20 @@ def check_pull(
     return int(sum(array.sum() for array in written.values()))
 
 
-def _copy(
-    *,
-    layout: RankLayout,
-    sink: Memory,
-    written: Memory,
-    remote: RankLayout,
-    source: Memory,
-    source_at: Mapping[RegionId, int],
-    runs: Runs,
-) -> None:
-    """Copy run by run; also assert that runs are in order and could not be longer."""
-    local_at = bases(layout, 0)
+def read(runs: Runs, sink: Memory, sink_at: Bases, source: Memory, source_at: Bases) -> None:
+    """Copy run by run. `sink_at` and `source_at`: the regions' addresses."""
+    for region, begin, remote_region, remote_begin, size in _places(runs, sink, sink_at, source, source_at):
+        sink[region][begin : begin + size] = source[remote_region][remote_begin : remote_begin + size]
+
+
+def _check_runs(runs: Runs, written: Memory, sink_at: Bases, source: Memory, source_at: Bases) -> None:
+    """Count what is written, and assert that runs are in order and could not be longer."""
     assert all(column.dtype == np.uint64 for column in runs)
     last: tuple[RegionId, RegionId, int, int] | None = None
-    for to, at, size in zip(*(column.tolist() for column in runs), strict=True):
+    for region, begin, remote_region, remote_begin, size in _places(
+        runs, written, sink_at, source, source_at
+    ):
         assert size > 0
-        region, begin = _region_of(layout, local_at, to, size)
-        remote_region, remote_begin = _region_of(remote, source_at, at, size)
-        sink[region][begin : begin + size] = source[remote_region][remote_begin : remote_begin + size]
         written[region][begin : begin + size] += 1
         if last is not None and last[:2] == (region, remote_region):
             assert begin >= last[2], "not walked forwards"
@@ -163,13 +151,19 @@ def _copy(
         last = (region, remote_region, begin + size, remote_begin + size)
 
 
-def _region_of(
-    layout: RankLayout, at: Mapping[RegionId, int], address: int, size: int
-) -> tuple[RegionId, int]:
+def _places(
+    runs: Runs, sink: Memory, sink_at: Bases, source: Memory, source_at: Bases
+) -> Iterator[tuple[RegionId, int, RegionId, int, int]]:
+    """Yield (region, offset, remote region, remote offset, size) of each run."""
+    for to, at, size in zip(*(column.tolist() for column in runs), strict=True):
+        yield *_region_of(sink, sink_at, to, size), *_region_of(source, source_at, at, size), size
+
+
+def _region_of(memory: Memory, at: Bases, address: int, size: int) -> tuple[RegionId, int]:
     """Return the region that holds a run, all of it."""
-    for region in layout.regions:
-        begin = address - at[region.region]
-        if 0 <= begin < region.size_bytes:
-            assert begin + size <= region.size_bytes, "a run reaches across two regions"
-            return region.region, begin
+    for region, content in memory.items():
+        begin = address - at[region]
+        if 0 <= begin < len(content):
+            assert begin + size <= len(content), "a run reaches across two regions"
+            return region, begin
     raise AssertionError(f"address {address} is in no region")

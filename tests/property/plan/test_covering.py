@@ -19,6 +19,7 @@ from kvxferd.plan.covering import CoveredRank, CoverExpander
 from kvxferd.plan.stretches import StretchForm
 from kvxferd.plan.table_cache import TableCache
 from tests.support import brute_force
+from tests.support.brute_force import read
 from tests.support.layout_strategies import Pull, pulls
 
 pytestmark = pytest.mark.slow
@@ -153,23 +154,23 @@ def check_scatter(
     for i, rank in enumerate(sorted(ranks)):
         source = brute_force.memory(ranks[rank], i + 1)
         if rank in wanted:
-            _read(wanted[rank], expected, local_at, source, remote_at[rank])
+            read(wanted[rank], expected, local_at, source, remote_at[rank])
         part = found.get(rank)
         if part is None:
             continue
         for runs in part.runs:
-            _read(runs, sink, local_at, source, remote_at[rank])
+            read(runs, sink, local_at, source, remote_at[rank])
         # A stretch is a small part of a real chunk.
         fitting = [s for s in part.stretches if s.form.size_bytes <= chunk_bytes]
         for one in part.stretches:
             if one.form.size_bytes > chunk_bytes:
-                _read(one.runs(local_at[one.local_region]), sink, local_at, source, remote_at[rank])
+                read(one.runs(local_at[one.local_region]), sink, local_at, source, remote_at[rank])
         slicer = CoverSlicer(fitting)
         num_bytes = 0
         while not slicer.is_empty:
             fill = slicer.next_fill(budget, chunk_bytes)
             assert (fill.offset + fill.length).max() <= chunk_bytes
-            _read(fill.runs(0), {RegionId("chunk"): chunk}, {RegionId("chunk"): 0}, source, remote_at[rank])
+            read(fill.runs(0), {RegionId("chunk"): chunk}, {RegionId("chunk"): 0}, source, remote_at[rank])
             num_bytes += fill.num_bytes
             for piece in scatter_pieces(fill, chunk, sink):
                 piece()
@@ -177,28 +178,3 @@ def check_scatter(
         assert num_bytes == slicer.num_bytes
     for region in sink:
         assert (sink[region] == expected[region]).all()
-
-
-def _read(
-    runs: Runs,
-    to: Mapping[RegionId, np.ndarray],
-    to_at: Mapping[RegionId, int],
-    source: Mapping[RegionId, np.ndarray],
-    source_at: Mapping[RegionId, int],
-) -> None:
-    for local, remote, size in zip(*(column.tolist() for column in runs), strict=True):
-        at, target = _place(to, to_at, local, size)
-        begin, array = _place(source, source_at, remote, size)
-        target[at : at + size] = array[begin : begin + size]
-
-
-def _place(
-    arrays: Mapping[RegionId, np.ndarray], at: Mapping[RegionId, int], address: int, size: int
-) -> tuple[int, np.ndarray]:
-    (found,) = [
-        (address - at[region], array)
-        for region, array in arrays.items()
-        if 0 <= address - at[region] < len(array)
-    ]
-    assert found[0] + size <= len(found[1])
-    return found
