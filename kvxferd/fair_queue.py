@@ -23,11 +23,7 @@ class FairQueue(Generic[U, T]):
         """Add an item behind the user's others."""
         self._queues.setdefault(user, deque()).append(item)
 
-    def get(self) -> T:
-        """Remove the first item of the user whose turn it is. A KeyError: it is empty."""
-        return self.get_with_user()[1]
-
-    def get_with_user(self) -> tuple[U, T]:
+    def get(self) -> tuple[U, T]:
         """Remove the first item of the user whose turn it is, and return both. A KeyError: it is empty."""
         user, items = self._queues.popitem(last=False)
         item = items.popleft()

@@ -45,7 +45,7 @@ class FairThread:
         loop = asyncio.get_running_loop()
         try:
             while self._jobs:
-                work, on_done = self._jobs.get()
+                _, (work, on_done) = self._jobs.get()
                 try:
                     outcome, worked_s = await loop.run_in_executor(self._executor, _timed, work)
                 except RuntimeError:  # the next job tries again

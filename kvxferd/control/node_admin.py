@@ -54,7 +54,7 @@ class NodeAdmin:
         node: Node,
         history: History,
         on_event: Callable[[Event], None],
-        start_drain: Callable[[], None],
+        drain: Callable[[], None],
         reload: Callable[[], ReloadResult],
         samples: Samples | None = None,
         checks: Iterable[Check] = (),
@@ -71,8 +71,8 @@ class NodeAdmin:
         self._node = node
         self.history = history
         self._on_event = on_event
-        self._start_drain = start_drain
-        self._reload = reload
+        self.drain = drain
+        self.reload = reload
         self.samples = samples or Samples()
         self._cards = active_rdma_cards()
         self.warning_list = Warnings((*checks, self._placements))
@@ -175,14 +175,6 @@ class NodeAdmin:
         operator_log.warning("pull cancelled by an operator", pull=number)
         self._on_event(PullCancelRequested(number))
         return True
-
-    def reload(self) -> ReloadResult:
-        """Read the configuration again. Raises ConfigError if it is invalid; then nothing changes."""
-        return self._reload()
-
-    def drain(self) -> None:
-        """Refuse new work, and stop once running pulls and published transfers have ended. Idempotent."""
-        self._start_drain()
 
     def set_drained(self) -> None:
         """Wake the callers of `wait_drained`, with the node's state at the end of the drain."""

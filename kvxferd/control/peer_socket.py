@@ -118,7 +118,7 @@ class PeerSocket:
         guard = ConnectionGuard(
             router,
             has_curve=self._key is not None,
-            request_read=self._read_requests_in(asyncio.get_running_loop()),
+            request_read=partial(self._request_read, asyncio.get_running_loop()),
         )
         try:
             router.bind(self._bind)
@@ -143,18 +143,11 @@ class PeerSocket:
             router, self._turns, self._on_request, has_routes=True, on_empty=guard.queue_is_empty
         )
 
-    def _read_requests_in(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
-        """Return what has requests read that wait, from any thread."""
-
-        def read() -> None:
-            if self._router is not None:
-                self._router.schedule_read()
-
-        def request() -> None:
+    def _request_read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have requests read that wait. From any thread."""
+        if (router := self._router) is not None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(read)
-
-        return request
+                loop.call_soon_threadsafe(router.schedule_read)
 
     def _start_zap(self) -> None:
         """Have libzmq send ZAP requests."""

@@ -73,6 +73,6 @@ class Turns:
         self._is_due, self._spent_s = False, 0.0
         try:
             while self._waiting and self._spent_s < LOOP_TURN_S:
-                self._run(*self._waiting.get_with_user())
+                self._run(*self._waiting.get())
         finally:  # an exception must not stop the others' turns
             self._schedule_rest()

@@ -54,11 +54,6 @@ class UnreadReplies:
         self._share.add(peer, num_bytes)
         self._drop_written(peer)
 
-    @property
-    def num_bytes(self) -> int:
-        """The unwritten bytes at the last check."""
-        return self._share.held
-
     def _peer(self, route: bytes) -> str:
         return self._peer_of.get(route) or route.hex()
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import structlog
 
-from kvxferd.config import LimitsConfig, WorkerConfig
-from kvxferd.control.fd_budget import max_memory_fds_of
+from kvxferd.config import WorkerConfig
 from kvxferd.control.session_fds import SessionFds
 from kvxferd.control.turns import MESSAGES_PER_TURN, Turns
 from kvxferd.control.worker_connection import WorkerConnection
@@ -59,23 +58,21 @@ class WorkerSocket:
         self,
         config: WorkerConfig,
         on_event: Callable[[Event], None],
-        max_sessions: int = 256,
-        max_memory_fds: int | None = None,
-        turns: Turns | None = None,
+        max_sessions: int,
+        max_memory_fds: int,
+        turns: Turns,
     ) -> None:
-        """`turns`: shared with the peers' sockets; None: its own."""
+        """`turns`: shared with the peers' sockets."""
         self._config = config
         self._on_event = on_event
         self._sessions = Share(SESSIONS, max_sessions)
         self._listener: socket.socket | None = None
         self._connections: dict[SessionId, WorkerConnection] = {}
         self._numbers = itertools.count(1)
-        if max_memory_fds is None:
-            max_memory_fds = max_memory_fds_of(LimitsConfig())
         self._fds = SessionFds(max_memory_fds)
         self._partial_bytes = FairShare(MAX_PARTIAL_BYTES)
         self._partial_fds = FairShare(MAX_PARTIAL_FDS)
-        self._turns = turns or Turns()
+        self._turns = turns
         self._read_buffer = new_read_buffer()  # shared by all sessions: 256 buffers would be 64 MiB
 
     # --- listening

@@ -62,7 +62,7 @@ class NodeContext:
             if not self.timers.run_next(self.now):
                 if not self._put_off:
                     return
-                self._put_off.get()()
+                self._put_off.get()[1]()
 
     def next_deadline(self) -> float | None:
         """Return when something is due; None: never, unless an event comes."""

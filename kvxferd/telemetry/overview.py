@@ -159,7 +159,7 @@ def _transport(node: NodeSnapshot, endpoint: str) -> str:
 
     Which of several a read took is not known; a node has most often one to the network, one to itself.
     """
-    reach = "node" if _host_of(endpoint) == _host_of(node.endpoint) else "network"
+    reach = "node" if host_of(Endpoint(endpoint)) == host_of(node.endpoint) else "network"
     used = {
         lanes.lanes
         for engine in node.engines
@@ -168,10 +168,6 @@ def _transport(node: NodeSnapshot, endpoint: str) -> str:
         if lanes.reach == reach
     }
     return f"{', '.join(sorted(used))} ({reach})" if used else ""
-
-
-def _host_of(endpoint: str) -> str:
-    return host_of(Endpoint(endpoint))
 
 
 class FailureReason(msgspec.Struct, frozen=True):

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvxferd.config import WorkerConfig
+from kvxferd.config import LimitsConfig, WorkerConfig
+from kvxferd.control.fd_budget import max_memory_fds_of
+from kvxferd.control.turns import Turns
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
@@ -100,7 +102,13 @@ async def listening(
 
     with open_directory() as directory:
         path = str(directory / "worker.sock")
-        workers = WorkerSocket(WorkerConfig(socket=path, **config), hear, max_sessions)
+        workers = WorkerSocket(
+            WorkerConfig(socket=path, **config),
+            hear,
+            max_sessions,
+            max_memory_fds_of(LimitsConfig()),
+            Turns(),
+        )
         workers.start()
         found = Listening(workers, path, received)
         try:

@@ -22,10 +22,10 @@ USERS = "abc"
 
 @given(st.lists(st.sampled_from(USERS), max_size=40))
 def test_users_take_turns_and_each_users_items_stay_in_order(users: list[str]) -> None:
-    queue: FairQueue[str, tuple[str, int]] = FairQueue()
+    queue: FairQueue[str, int] = FairQueue()
     left: dict[str, list[int]] = {}
     for number, user in enumerate(users):
-        queue.put(user, (user, number))
+        queue.put(user, number)
         left.setdefault(user, []).append(number)
     since_turn = dict.fromkeys(left, 0)
     while queue:
