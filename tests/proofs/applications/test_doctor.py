@@ -56,7 +56,8 @@ import resource
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.doctor.host import memlock, run_directory, shared_memory
 from kvxferd.doctor.report import CheckContext
-from kvxferd.config import Config, NodeConfig
+from kvxferd.config import Config
+from kvxferd.config.schema import NodeConfig
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 """
 FIND = """
