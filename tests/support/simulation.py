@@ -42,7 +42,6 @@ from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RankIncarnations, RankManifest, RegionAddress, TransferRef
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
-from kvxferd.wire.peer import PEER_VERSIONS, PeerWelcome
 from tests.support.sim.node import LIBRARY, SimNode
 from tests.support.sim.schedule import Schedule
 
@@ -597,9 +596,6 @@ class World:
     def now(self) -> float:
         return self.schedule.now
 
-    def feed(self, host: Host, event: ev.Event) -> None:
-        host.feed(event)
-
     def send_request(
         self, host: Host, message: Message, route: bytes = b"stranger", key: str = ""
     ) -> list[Message]:
@@ -656,13 +652,6 @@ class World:
         self.run(seconds)
         for host in list(self.hosts.values()):
             host.feed(ev.Tick())
-
-
-def welcome_of(request: int) -> PeerWelcome:
-    """The reply to a greeting."""
-    return PeerWelcome(
-        request=request, version=PEER_VERSIONS.newest, boot=BootId("b"), versions=PEER_VERSIONS
-    )
 
 
 def spec_of(

@@ -125,7 +125,7 @@ def _grown() -> list[Tape]:
         worker.say(wk.Suspend())
         worker.host.give_movers = worker is other
         worker.resume()
-    world.feed(sink.host, ev.MoverNotStarted(max(sink.host.movers), Refusal(Code.MOVER_LOST, "none")))
+    sink.host.feed(ev.MoverNotStarted(max(sink.host.movers), Refusal(Code.MOVER_LOST, "none")))
     sink.say(wk.NewMover())
     world.cut = {("d", "p")}
     sink.say(wk.Prepare(ref=replace(ref, transfer_id="t2")))

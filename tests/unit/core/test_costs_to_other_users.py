@@ -126,7 +126,7 @@ def test_replies_with_long_lists_are_made_in_several_turns(world, monkeypatch):
             request=number, grant=f"g{number}", ref=ref, consumer=consumer, reads=reads, wait_s=9.0,
             from_tokens={"full": 0},
         )  # fmt: skip
-        world.feed(source.host, ev.PeerRequest(b"d", request, ""))
+        source.host.feed(ev.PeerRequest(b"d", request, ""))
     sent = bytes_per_turn(monkeypatch, source.host)
     source.ready("t")
     world.advance(1.0)

@@ -42,12 +42,12 @@ def test_what_waits_for_a_dropped_peer_fails_at_once(world, source, sink, num_ar
     for _ in range(2 * num_arrived):
         world.arrive(world.network.popleft())
     assert sink.ended(ticket) is None
-    world.feed(sink.host, event)
+    sink.host.feed(event)
     assert sink.ended(ticket).code is code
     assert sink.ended(ticket).safe_to_reuse
     world.network.clear()
     world.hold_network = False
-    world.feed(sink.host, ev.AllowlistChanged(PeerAllowlist()))
+    sink.host.feed(ev.AllowlistChanged(PeerAllowlist()))
     assert sink.reads(ref)
     world.advance(100)
     assert source.host.node.is_idle
@@ -56,7 +56,7 @@ def test_what_waits_for_a_dropped_peer_fails_at_once(world, source, sink, num_ar
 @pytest.mark.parametrize("event", [DROPPED, UNADMITTED])
 def test_a_pull_with_its_grant_goes_on_without_the_peer(world, source, sink, event):
     ticket = held_pull(source, sink)
-    world.feed(sink.host, event)
+    sink.host.feed(event)
     assert sink.ended(ticket) is None
     mover_of(sink).work()
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
@@ -79,12 +79,12 @@ def test_a_cancelled_transfer_is_released_with_its_fence_word_first(world, sourc
     ref = source.publish("t1", IDS, TOKENS)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     mover.copy()
-    world.feed(source.host, ev.TransferCancelRequested(PREFILL, "t1"))
+    source.host.feed(ev.TransferCancelRequested(PREFILL, "t1"))
     assert [m.why for m in source.received(wk.Released)] == [Code.CANCELLED]
     mover.finish()
     assert sink.ended(ticket).code is Code.RELEASED
     for again in (PREFILL, EngineKey("prefill", "g2")):
-        world.feed(source.host, ev.TransferCancelRequested(again, "t1"))
+        source.host.feed(ev.TransferCancelRequested(again, "t1"))
     assert len(source.received(wk.Released)) == 1
     late = sink.pull(ref, SINK_IDS, TOKENS)
     assert sink.ended(late).code in (Code.RELEASED, Code.CANCELLED)
@@ -93,11 +93,11 @@ def test_a_cancelled_transfer_is_released_with_its_fence_word_first(world, sourc
 def test_a_cancelled_pull_ends_once_and_gives_its_grant_back(world, source, sink):
     ticket = held_pull(source, sink)
     (pull,) = sink.host.node.snapshot().pulls
-    world.feed(sink.host, ev.PullCancelRequested(pull.pull))
-    world.feed(sink.host, ev.PullCancelRequested(pull.pull))
+    sink.host.feed(ev.PullCancelRequested(pull.pull))
+    sink.host.feed(ev.PullCancelRequested(pull.pull))
     mover_of(sink).work()  # it was too quick to be stopped, and says so
     assert sink.ended(ticket) is not None
-    world.feed(sink.host, ev.PullCancelRequested(pull.pull))
+    sink.host.feed(ev.PullCancelRequested(pull.pull))
     assert not sink.host.node.snapshot().pulls
     assert len([record for record in sink.host.records if isinstance(record, PullRecord)]) == 1
     assert not source.host.node.published.table.by_grant
@@ -108,7 +108,7 @@ def test_a_pull_that_no_mover_has_is_cancelled_at_once(world, source, sink):
     world.hold_network = True
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     (pull,) = sink.host.node.snapshot().pulls
-    world.feed(sink.host, ev.PullCancelRequested(pull.pull))
+    sink.host.feed(ev.PullCancelRequested(pull.pull))
     assert sink.ended(ticket).code is Code.CANCELLED
     world.deliver()
     assert source.host.node.is_idle is False

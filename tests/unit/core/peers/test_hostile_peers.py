@@ -154,7 +154,7 @@ def test_an_agent_stays_the_peers_that_named_it_first_when_a_read_has_failed(wor
 
 def hear(world: World, host: Host, endpoint: str, message: Message) -> None:
     """A message on the connection that the host opened to that endpoint."""
-    world.feed(host, ev.PeerReply(endpoint, message))
+    host.feed(ev.PeerReply(endpoint, message))
 
 
 def test_only_an_engines_home_can_tell_its_ranks_of_a_release(world, source, stages):
@@ -275,10 +275,10 @@ def grant_of(world: World, source: Worker, ref, grant: str = "g", num_ranks: int
 def test_one_grants_name_on_two_transfers_is_refused(world, source):
     first, second = (source.publish(f"t{n}", [n], 4) for n in range(2))
     world.send_request(source.host, grant_of(world, source, first))  # its mover begins to poll
-    world.feed(source.host, ev.PeerRequest(b"stranger", grant_of(world, source, first)))
+    source.host.feed(ev.PeerRequest(b"stranger", grant_of(world, source, first)))
     source.host.node.context.pop_effects()
     (mover,) = source.host.movers.values()
-    world.feed(source.host, ev.MoverMessage(mover.mover, mv.Polling(token=0)))
+    source.host.feed(ev.MoverMessage(mover.mover, mv.Polling(token=0)))
     (granted,) = world.send_request(source.host, grant_of(world, source, first))
     assert isinstance(granted, GrantReply)
     (refused,) = world.send_request(source.host, grant_of(world, source, second))
@@ -290,10 +290,10 @@ def test_asking_for_a_grant_again_and_again_holds_it_no_longer_than_renewing(wor
     settings = world.settings
     request = grant_of(world, source, source.publish("t1", IDS, TOKENS))
     for _ in range(int((settings.max_hold_s + 2 * settings.lease_s) / 10)):
-        world.feed(source.host, ev.PeerRequest(b"stranger", request))
+        source.host.feed(ev.PeerRequest(b"stranger", request))
         if gives_back:
             returned = ReleaseGrant(request=2, grant=request.grant)
-            world.feed(source.host, ev.PeerRequest(b"stranger", returned))
+            source.host.feed(ev.PeerRequest(b"stranger", returned))
         world.advance(10)
     world.advance(settings.lease_s)
     assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
@@ -351,7 +351,7 @@ def test_a_layout_that_was_checked_by_the_shell_is_not_checked_again(world, stag
     )  # another one, as far as digests go
     request = msgspec.structs.replace(request, manifest=msgspec.structs.replace(manifest, layout=layout))
     found = checked_layouts((request.manifest,), LayoutCache())
-    world.feed(stages[0].host, ev.LayoutsChecked(found))
+    stages[0].host.feed(ev.LayoutsChecked(found))
     monkeypatch.setattr(
         "kvxferd.core.peers.manifest_checks.validate_layout", lambda *args: pytest.fail("checked again")
     )
@@ -373,7 +373,7 @@ def test_a_peer_that_cannot_be_connected_fails_its_pulls_with_the_reason(world, 
     world.hold_network = True
     ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=60)
     world.network.clear()
-    world.feed(sink.host, ev.PeerUnreachable(source.host.endpoint, "no name server answered"))
+    sink.host.feed(ev.PeerUnreachable(source.host.endpoint, "no name server answered"))
     failed = sink.ended(ticket)
     assert failed.code is Code.PEER_UNREACHABLE
     assert "no name server answered" in failed.message
@@ -387,9 +387,9 @@ def test_a_peer_that_cannot_be_connected_fails_its_pulls_with_the_reason(world, 
 def granted(world, source):
     """A grant of the key 0a; its transfer."""
     ref = source.publish("t1", IDS, TOKENS, num_readers=2)
-    world.feed(source.host, ev.PeerRequest(b"reader", grant_of(world, source, ref), "0a"))
+    source.host.feed(ev.PeerRequest(b"reader", grant_of(world, source, ref), "0a"))
     (mover,) = source.host.movers.values()
-    world.feed(source.host, ev.MoverMessage(mover.mover, mv.Polling(token=0)))
+    source.host.feed(ev.MoverMessage(mover.mover, mv.Polling(token=0)))
     (transfer,) = source.host.node.published.table.live.values()
     assert len(transfer.grants) == 1
     return ref, transfer

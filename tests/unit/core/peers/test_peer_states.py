@@ -211,7 +211,7 @@ def waits_at(source: Worker, sink: Worker, transfer_id: str = "t1") -> int:
 
 
 def disconnected(world: World, source: Worker, sink: Worker) -> None:
-    world.feed(sink.host, ev.PeerDisconnected(source.host.endpoint, REFUSED))
+    sink.host.feed(ev.PeerDisconnected(source.host.endpoint, REFUSED))
 
 
 def cut_off(world: World) -> None:
@@ -242,7 +242,7 @@ def test_what_waits_goes_on_where_the_same_daemon_is_back_in_time(world, source,
     source.ready("t1")  # its reply is lost with the connection
     world.advance(world.settings.restart_grace_s - 0.1)
     world.cut.clear()
-    world.feed(sink.host, ev.PeerConnected(source.host.endpoint))
+    sink.host.feed(ev.PeerConnected(source.host.endpoint))
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
@@ -250,7 +250,7 @@ def test_a_peer_that_is_connected_and_slow_is_not_taken_for_one_that_is_gone(wor
     ticket = waits_at(source, sink)
     cut_off(world)
     disconnected(world, source, sink)
-    world.feed(sink.host, ev.PeerConnected(source.host.endpoint))
+    sink.host.feed(ev.PeerConnected(source.host.endpoint))
     world.advance(world.settings.silent_after_s - 1.0)
     assert sink.ended(ticket) is None
 
@@ -262,7 +262,7 @@ def test_what_waits_at_a_former_daemon_fails_as_soon_as_another_answers(world, s
     world.cut.clear()
     del world.hosts["p"]
     world.host("p").node.context.boot = "another"
-    world.feed(sink.host, ev.PeerConnected(source.host.endpoint))
+    sink.host.feed(ev.PeerConnected(source.host.endpoint))
     failed = sink.ended(ticket)
     assert failed.code is Code.PEER_UNREACHABLE
     assert "started anew" in failed.message
@@ -275,8 +275,8 @@ def test_a_peer_that_nobody_asks_anything_is_not_greeted(world, source, sink) ->
     disconnected(world, source, sink)
     assert not node.peer_requests.num_open(source.host.endpoint)
     assert node.peers.snapshot({})[0].boot is None
-    world.feed(sink.host, ev.PeerDisconnected("tcp://nobody:1", REFUSED))
-    world.feed(sink.host, ev.PeerConnected("tcp://nobody:1"))
+    sink.host.feed(ev.PeerDisconnected("tcp://nobody:1", REFUSED))
+    sink.host.feed(ev.PeerConnected("tcp://nobody:1"))
     assert sink.reads(source.publish("t2", IDS, TOKENS))
 
 
@@ -287,6 +287,6 @@ def test_a_connection_that_ends_all_the_time_has_no_request_sent_more_than_twice
     sent = sent_by(world)
     for _ in range(100):
         disconnected(world, source, sink)
-        world.feed(sink.host, ev.PeerConnected(source.host.endpoint))
+        sink.host.feed(ev.PeerConnected(source.host.endpoint))
         world.advance(0.1)
     assert sent.count("GrantRequest") <= 2 * 10 + 1

@@ -133,7 +133,7 @@ def test_a_late_join_of_a_former_mover_changes_nothing(world, home, member):
     world.advance(1)
     present = record_of(home).agent
     assert present != record.agent
-    world.feed(home, ev.PeerRequest(record.route, late))
+    home.feed(ev.PeerRequest(record.route, late))
     assert record_of(home).agent == present
 
 

@@ -67,6 +67,6 @@ def test_a_grant_that_is_renewed_for_ever_ends(world, source, sink):
     lasts_s = settings.max_hold_s + 2 * settings.lease_s
     for number in itertools.takewhile(lambda n: n * settings.lease_s / 2 < lasts_s, itertools.count()):
         renewal = RenewGrants(request=10_000 + number, grants=(grant,))
-        world.feed(source.host, ev.PeerRequest(b"reader", renewal, ""))
+        source.host.feed(ev.PeerRequest(b"reader", renewal, ""))
         world.advance(settings.lease_s / 2)
     assert len(source.received(wk.Released)) == 1

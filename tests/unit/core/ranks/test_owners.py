@@ -102,7 +102,7 @@ def restarted(world: World, name: str) -> Host:
     """The next daemon of that node, with what the last one had kept."""
     kept = world.hosts[name].node.owners.saved_ranks()
     host = world.host(name)
-    world.feed(host, ev.OwnershipsLoaded(kept))
+    host.feed(ev.OwnershipsLoaded(kept))
     return host
 
 
@@ -158,7 +158,7 @@ def test_who_never_had_a_readable_rank_owns_nothing(world):
 def test_an_operator_gives_an_id_back(world):
     world.register(world.host("p"), spec_of("prefill"), uid=1001).close()
     host = restarted(world, "p")
-    world.feed(host, ev.DisownRequested("prefill"))
+    host.feed(ev.DisownRequested("prefill"))
     assert world.register(host, spec_of("prefill"), uid=1000).received(wk.Registered)
 
 
@@ -310,14 +310,14 @@ def test_a_rank_is_kept_for_its_key_for_minutes_and_for_a_secret_for_seconds(wor
 def test_a_silent_nodes_rank_is_its_keys_until_an_operator_gives_it_back(world, stages, home):
     """Without keys it is the newcomer's: its silence is all that shows that a daemon is dead."""
     assert not home.node.disownable(KEY.engine_id)
-    world.feed(home, ev.DisownRequested(KEY.engine_id))
+    home.feed(ev.DisownRequested(KEY.engine_id))
     assert not home.node.registry.get(KEY).missing()  # its node is heard of
     del world.hosts["p1"]
     world.advance(world.settings.member_silent_after_s + 1)
     assert home.node.disownable(KEY.engine_id).num_ranks == 1
     if world.keys:
         assert is_not_allowed(as_stranger(world, home, join(stages[1].spec)))
-        world.feed(home, ev.DisownRequested(KEY.engine_id))
+        home.feed(ev.DisownRequested(KEY.engine_id))
     assert isinstance(as_stranger(world, home, join(stages[1].spec)), RequestDone)
 
 
@@ -410,11 +410,11 @@ def test_an_answer_counts_from_the_member_that_was_asked_alone(world, stages, ho
         a for a in home.node.peer_requests._open.values() if isinstance(a.message, RankPollingRequest)
     ]
     done = RequestDone(request=requested.message.request)
-    world.feed(home, ev.PeerRequest(b"evil", done, world.keys.get("evil", "")))
+    home.feed(ev.PeerRequest(b"evil", done, world.keys.get("evil", "")))
     if world.keys:
-        world.feed(home, ev.PeerRequest(b"p1", done, STRANGER_KEY))
+        home.feed(ev.PeerRequest(b"p1", done, STRANGER_KEY))
     assert requested.message.request in home.node.peer_requests._open
-    world.feed(home, ev.PeerRequest(b"p1", done, world.keys.get("p1", "")))
+    home.feed(ev.PeerRequest(b"p1", done, world.keys.get("p1", "")))
     assert requested.message.request not in home.node.peer_requests._open
 
 
@@ -442,7 +442,7 @@ def test_who_joined_first_has_no_rank_refused_for_good(stages, home, is_of_other
     anew = World()
     home = anew.host("p0")
     message = JoinRank(request=7, boot="b", manifest=joined, secret="guessed")
-    anew.feed(home, ev.PeerRequest(b"evil", message, STRANGER_KEY))
+    home.feed(ev.PeerRequest(b"evil", message, STRANGER_KEY))
     assert home.node.registry.get(KEY) is not None
     (refused,) = anew.register(home, stages[0].spec).received(wk.Refused)
     assert refused.code in RETRIED_ON_REREGISTER

@@ -36,7 +36,7 @@ def report(worker: Worker, *found: MeasuredPlacement | TransportsUsed, by: Mover
                 reach=one.reach, transports=one.transports, is_fully_parsed=one.is_fully_parsed
             )
         )
-        worker.world.feed(worker.host, MoverMessage(mover.mover, message))
+        worker.host.feed(MoverMessage(mover.mover, message))
 
 
 def records(worker: Worker, kind: type) -> list:

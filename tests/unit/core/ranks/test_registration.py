@@ -93,7 +93,7 @@ def test_what_the_shell_finds_wrong_with_the_descriptors_is_said(world):
     worker = world.connect(registered.host)
     said = wk.Register(1, spec_of("other"), registered.layout, registered.exports(), Incarnation("i"))
     problem = Refusal(Code.REGION_UNSEALED, "cannot use it")
-    world.feed(worker.host, ev.WorkerMessage(worker.session, said, problem))
+    worker.host.feed(ev.WorkerMessage(worker.session, said, problem))
     assert refusal(worker) == wk.Refused(request=1, code=Code.REGION_UNSEALED, message="cannot use it")
 
 
@@ -112,7 +112,7 @@ def test_without_movers_the_registration_is_refused_and_the_session_lives(world)
     host = world.host("p")
     host.give_movers = False
     worker = world.register(host, spec_of("e"))
-    world.feed(host, ev.MoverNotStarted(max(host.movers), Refusal(Code.MOVER_LOST, "no process is left")))
+    host.feed(ev.MoverNotStarted(max(host.movers), Refusal(Code.MOVER_LOST, "no process is left")))
     assert refusal(worker).code is Code.MOVER_LOST
     host.give_movers = True
     world.register_again(worker)
@@ -122,7 +122,7 @@ def test_without_movers_the_registration_is_refused_and_the_session_lives(world)
 def test_a_client_of_another_version_is_told_which_are_spoken(world):
     host = world.host("p")
     fresh = host.workers[999] = Worker(world, host, SessionId(999))
-    world.feed(host, ev.WorkerConnected(fresh.session, 1, 0))
+    host.feed(ev.WorkerConnected(fresh.session, 1, 0))
     fresh.say(wk.Hello(versions=Versions(6, 7), client="future"))
     (farewell,) = fresh.received(wk.Farewell)
     assert farewell.code is Code.BAD_VERSION
@@ -179,7 +179,7 @@ def test_what_was_prepared_for_another_registration_is_not_used(world, source):
     host.give_movers = False
     sink = world.register(host, spec_of("decode"))
     sink.say(wk.Prepare(ref=ref))
-    world.feed(host, ev.MoverNotStarted(max(host.movers), Refusal(Code.MOVER_LOST, "none")))
+    host.feed(ev.MoverNotStarted(max(host.movers), Refusal(Code.MOVER_LOST, "none")))
     host.give_movers = True
     sink.layout = world.register(world.host("other"), spec_of("decode"), "NHD").layout
     world.register_again(sink)

@@ -296,7 +296,7 @@ def test_a_member_rank_stays_joined_while_its_mover_is_retired_and_its_home_know
     second = world.register(member, msgspec.structs.replace(spec, pp_rank=1))
     (engine,) = home.node.registry
     member.node.movers.retire(mover_of(second).mover)
-    world.feed(member, ev.Tick())
+    member.feed(ev.Tick())
     world.settle()
     assert not engine.missing()
     assert engine.ranks[(1, 0)].agent == mover_of(second).agent
@@ -304,7 +304,7 @@ def test_a_member_rank_stays_joined_while_its_mover_is_retired_and_its_home_know
     monkeypatch.setattr(member, "kill_mover", lambda mover: None)
     member.give_movers = False
     member.node.movers.retire(retired.mover)
-    world.feed(member, ev.Tick())
+    member.feed(ev.Tick())
     assert not engine.missing()  # readers go on with it
     second.say(wk.Suspend())
     retired.die()

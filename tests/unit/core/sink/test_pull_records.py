@@ -162,7 +162,7 @@ def test_a_peer_cannot_report_more_than_there_is_nor_twice(world, source, sink):
     for rank in (Rank(0, 0), Rank(0, 1)):
         consumer = peer.Consumer(sink.spec.engine_id, sink.spec.generation, rank, 2)
         message = peer.Acknowledge(request=9, grant="g", ref=ref, consumer=consumer, bytes=1 << 60)
-        world.feed(source.host, ev.PeerRequest(b"d", message, ""))
+        source.host.feed(ev.PeerRequest(b"d", message, ""))
     # 3 blocks of 4 tokens, 2 layers, K and V, 2 heads of 2 x 2 bytes
     assert transfer.num_bytes_read == once + 3 * 4 * 2 * 2 * 2 * 4
 
@@ -179,5 +179,5 @@ def test_a_peer_cannot_report_more_than_there_is_nor_twice(world, source, sink):
 )
 def test_a_peer_cannot_claim_anothers_key_nor_odd_text(world, source, endpoint, key, kept):
     hello = peer.PeerHello(request=1, versions=peer.PEER_VERSIONS, boot="b", endpoint=endpoint)
-    world.feed(source.host, ev.PeerRequest(b"odd", hello, key))
+    source.host.feed(ev.PeerRequest(b"odd", hello, key))
     assert source.host.node.peer_routes.endpoint_of(b"odd") == (endpoint if kept else "")

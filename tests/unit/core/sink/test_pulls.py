@@ -85,7 +85,7 @@ def test_draining_refuses_what_is_new_and_finishes_what_runs(world, source, sink
     mover.hold = True
     ref = source.publish("t1", IDS, TOKENS)
     running = sink.pull(ref, SINK_IDS, TOKENS)
-    world.feed(sink.host, ev.DrainRequested())
+    sink.host.feed(ev.DrainRequested())
     assert sink.ended(sink.pull(ref, SINK_IDS, TOKENS)).code is Code.DRAINING
     assert not sink.host.node.is_idle
     mover.work()

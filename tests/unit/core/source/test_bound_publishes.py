@@ -231,7 +231,7 @@ def test_a_grant_is_refused_where_a_rank_was_mapped_anew(world, monkeypatch):
     (sink,) = world.engine(world.host("d"), "decode")
     assert failure(world, sink, ref) is Code.RANK_LOST
     assert mover_of(rank).alive
-    world.feed(host, ev.Tick())
+    host.feed(ev.Tick())
 
 
 # --- A publish lists the groups of every stage, and stages may hold different ones

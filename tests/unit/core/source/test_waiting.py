@@ -47,7 +47,7 @@ def grant_request(
 
 
 def send(world: World, source: Worker, message: Message) -> None:
-    world.feed(source.host, ev.PeerRequest(b"d", message, ""))
+    source.host.feed(ev.PeerRequest(b"d", message, ""))
 
 
 @pytest.fixture
