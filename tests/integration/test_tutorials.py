@@ -15,9 +15,10 @@ from kvxferd import engine as kv
 from kvxferd.errors import EngineError, LayoutError
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
 from kvxferd.memory import share
-from tests.support.documented_commands import ROOT, blocks_of
+from tests.support.documented_commands import blocks_of
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.waiting import wait_until
+from tests.support.repository import ROOT
 from tests.support.tutorial_program import PAGE, run
 
 DIMS = "kv block token head head_dim"

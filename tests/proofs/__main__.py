@@ -27,8 +27,8 @@ from xml.etree import ElementTree
 
 from tests.proofs.sglang import environment as sglang_environment
 from tests.proofs.vllm import environment
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "docs" / "evidence" / "proofs.toml"
 REPORT = ROOT / "build" / "proofs.xml"  # of the last tests
 PYTEST_FLAGS = ("--hypothesis-profile=proofs", f"--junitxml={REPORT}")

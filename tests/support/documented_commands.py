@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^(?:\$|[\w-]+#) ")
 _ASSIGNMENT = re.compile(r"^[A-Z_][A-Z_0-9]*=")

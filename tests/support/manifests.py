@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 MIN_KUBECTL = (1, 27)
 

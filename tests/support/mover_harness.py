@@ -62,6 +62,7 @@ from kvxferd.wire.mover import (
     StartPull,
 )
 from kvxferd.wire.worker import RegionExport
+from tests.support.nodes.processes import started_with, state_of
 from tests.support.open_fds import num_open_fds
 
 DEADLINE_S = 20.0
@@ -82,20 +83,6 @@ async def wait_until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
         await asyncio.sleep(0.01)
-
-
-def marked_processes(mark: str = MARK) -> list[str]:
-    """Return what each living process with that mark is: its pid and its command line."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid():
-            try:
-                if mark.encode() in (process / "environ").read_bytes():
-                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found.append(f"{process.name}: {command.strip()}")
-            except OSError:  # it went while we looked
-                continue
-    return found
 
 
 class Node:
@@ -429,7 +416,7 @@ class Pools:
     async def __aexit__(self, *_: object) -> None:
         for node in self._nodes.values():
             await node.__aexit__()
-        assert marked_processes(SHARED_MARK) == []
+        assert started_with("KVXFERD_TEST", SHARED_MARK) == {}
 
     async def node(self, name: str, transport: str = "cma", read_way: str = "direct") -> Node:
         """Return a node whose movers read over that transport ("cma" or "tcp"), from now on in that way."""
@@ -453,13 +440,8 @@ class Pools:
 
 def orphaned_directories() -> list[str]:
     """Return the shared memory directories that dead forkservers of this process have left."""
-    directories = [Path(f"/dev/shm/kvxferd-movers-{pid}") for pid in _FORKSERVERS if not is_alive(pid)]
+    directories = [Path(f"/dev/shm/kvxferd-movers-{pid}") for pid in _FORKSERVERS if not state_of(pid)]
     return [str(directory) for directory in directories if directory.exists()]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process has that id."""
-    return Path(f"/proc/{pid}").exists()
 
 
 @contextmanager
@@ -470,6 +452,6 @@ def leaving_nothing(shared_fds: Callable[[], int] = lambda: 0) -> Iterator[None]
     """
     before = num_open_fds(collect=False) - shared_fds()
     yield
-    assert marked_processes() == []
+    assert started_with("KVXFERD_TEST", MARK) == {}
     assert num_open_fds(collect=False) - shared_fds() <= before
     assert orphaned_directories() == []

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.manifests import ROOT
 from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
+from tests.support.repository import ROOT
 
 ALERTS = ROOT / "deploy" / "monitoring" / "rules" / "kvxferd-alerts.yml"
 # 5 minutes are 5 s then, with ten scrapes in them.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.nodes.processes import lives
+from tests.support.nodes.processes import lives, started_with
 from tests.support.nodes.waiting import comes_true
 
 
@@ -37,24 +37,9 @@ def start_tool(place: Path, verb: str, *flags: str, **environ: str) -> subproces
     )
 
 
-def processes_of(place: Path) -> dict[int, str]:
-    """Return the processes that were started with it, and their commands."""
-    mark = f"TMPDIR={place}".encode()
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (process / "environ").read_bytes().split(b"\0")
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:  # gone meanwhile
-            continue
-        if mark in environ:
-            found[int(process.name)] = command
-    return found
-
-
 def left_behind(place: Path) -> list[str]:
     """Return the files there, and the commands of processes that were started with it."""
-    return [*map(str, place.iterdir()), *processes_of(place).values()]
+    return [*map(str, place.iterdir()), *started_with("TMPDIR", place).values()]
 
 
 def await_end(pid: int, limit_s: float = 20.0) -> None:

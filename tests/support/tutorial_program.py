@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.support.documented_commands import ROOT
 from tests.support.python_process import run_python
+from tests.support.repository import ROOT
 
 PAGE = ROOT / "docs" / "tutorial" / "tensors.md"
 

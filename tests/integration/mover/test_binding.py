@@ -17,7 +17,8 @@ from kvxferd.memory.fence import FencePage
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from kvxferd.wire.mover import Bind, BindRefused, Bound, FenceMapped, FenceRefused, MapFence, UnmapFence
 from kvxferd.wire.worker import RegionExport
-from tests.support.mover_harness import Node, is_alive
+from tests.support.mover_harness import Node
+from tests.support.nodes.processes import lives
 
 SIZE = 1 << 16
 F_SEAL_FUTURE_WRITE = 0x10  # Python names it from 3.13 on
@@ -67,7 +68,7 @@ async def test_regions_that_cannot_be_mapped(
         assert refused.code is code
         assert "kv" in refused.message
         assert maps_of(mover.pid, "kvxferd-binding") == 0, "nothing stays mapped"
-    assert is_alive(mover.pid)
+    assert lives(mover.pid)
 
 
 async def test_a_bind_without_regions_or_without_a_worker(node: Node, worker_fds: tuple[int, int]) -> None:

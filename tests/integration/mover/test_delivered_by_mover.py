@@ -19,6 +19,7 @@ from kvxferd.wire.codec import MOVER_DELIVERIES
 from kvxferd.wire.limits import MAX_DELIVERY_BYTES
 from kvxferd.wire.mover import Bind, BindRefused, PiecesRead
 from tests.support.mover_harness import WORD, Connect, Node, Worker, serve, sink
+from tests.support.nodes.processes import num_fds
 
 Make = Callable[..., Worker]
 
@@ -85,17 +86,13 @@ async def test_a_second_bind_leaves_the_socket_of_the_first(node: Node, connect:
     source, reader = await connect(node, node)
     assert (await reader.read(source, [1], [3])).sent_to_worker
     reader.worker.deliveries.recv(MAX_DELIVERY_BYTES)
-    before = open_files(reader.mover.pid)  # connected by now
+    before = num_fds(reader.mover.pid)  # connected by now
     others_end, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     with others_end, others:
         again = Bind(regions=reader.worker.export())
         reader.mover.send(again, (reader.worker.memory.fd, others.fileno(), reader.worker.pidfd))
         assert (await node.received(reader.mover, BindRefused)).code is Code.OUT_OF_PLACE
-    assert open_files(reader.mover.pid) == before
+    assert num_fds(reader.mover.pid) == before
     outcome = await reader.read(source, [1], [3])
     assert outcome.sent_to_worker
     assert MOVER_DELIVERIES.decode(reader.worker.deliveries.recv(MAX_DELIVERY_BYTES))
-
-
-def open_files(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import pytest
 
 from kvxferd.errors import MoverError
-from tests.support.mover_harness import Node, is_alive, wait_until
+from tests.support.mover_harness import Node, wait_until
+from tests.support.nodes.processes import children, lives, state_of
 
 
 @contextmanager
@@ -39,7 +40,7 @@ async def test_without_any_descriptor_a_mover_is_refused_until_there_are_some() 
             for _ in range(3):
                 with pytest.raises(MoverError):
                     await node.acquire()
-        assert is_alive((await node.acquire()).pid)
+        assert lives((await node.acquire()).pid)
 
 
 async def test_a_parent_that_cannot_be_watched_is_gone_and_another_can_start(
@@ -56,14 +57,9 @@ async def test_a_parent_that_cannot_be_watched_is_gone_and_another_can_start(
         node = Node("here")
         node.start()
     assert len(pids) == 1
-    assert not is_alive(pids[0])  # it is reaped too
+    assert not state_of(pids[0])  # it is reaped too
     async with node:
-        assert is_alive((await node.acquire()).pid)
-
-
-def children_of(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return file.read().split()
+        assert lives((await node.acquire()).pid)
 
 
 async def test_a_mover_whose_pidfd_has_no_room_is_a_failed_launch_and_the_others_live_on() -> None:
@@ -74,10 +70,10 @@ async def test_a_mover_whose_pidfd_has_no_room_is_a_failed_launch_and_the_others
         await asyncio.sleep(0)  # it has asked for one
         with no_descriptor_left(), pytest.raises(MoverError, match="no descriptor is left"):
             await taking
-        await wait_until(lambda: children_of(parent) == [str(first.pid)], "the second is gone")
+        await wait_until(lambda: children(parent) == [first.pid], "the second is gone")
         second = await node.acquire()
-        assert is_alive(first.pid)
-        assert {str(first.pid), str(second.pid)} == set(children_of(parent))
+        assert lives(first.pid)
+        assert {first.pid, second.pid} == set(children(parent))
 
 
 async def test_a_parent_without_descriptors_forks_later_and_keeps_its_movers() -> None:
@@ -86,5 +82,5 @@ async def test_a_parent_without_descriptors_forks_later_and_keeps_its_movers() -
         first = await node.acquire()
         with no_descriptor_left(parent), pytest.raises(MoverError, match="cannot fork a mover"):
             await node.acquire()
-        assert is_alive((await node.acquire()).pid)
-        assert is_alive(first.pid)
+        assert lives((await node.acquire()).pid)
+        assert lives(first.pid)

@@ -19,7 +19,8 @@ from kvxferd.mover.transport.nixl import NixlTransport, import_library
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.plan import Runs
 from tests.support.memory_transport import Fabric, MemoryTransport
-from tests.support.mover_harness import DEADLINE_S, MARK, marked_processes
+from tests.support.mover_harness import DEADLINE_S, MARK
+from tests.support.nodes.processes import started_with
 from tests.support.transport_peer import ChildPeer, Peer
 
 PAGE = 1 << 16
@@ -81,7 +82,7 @@ class World:
         for peer in self._idle:
             peer.kill()
         self.transport.close()
-        assert marked_processes() == []
+        assert started_with("KVXFERD_TEST", MARK) == {}
 
 
 @pytest.fixture(autouse=True)

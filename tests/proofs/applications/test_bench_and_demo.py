@@ -16,9 +16,10 @@ from kvxferd.bench.cases import MIB, BlockPattern
 from kvxferd.bench.measures import layouts
 from kvxferd.bench.runner import BenchOptions, run_bench
 from kvxferd.bench.workload import HandoverSize, LayoutsSize, ThroughputPulls, Workload
+from tests.support.nodes.processes import started_with
 from tests.support.nodes.waiting import comes_true
 from tests.support.python_process import run_kvxferd
-from tests.support.tool_process import left_behind, processes_of, start_tool, tool_directory
+from tests.support.tool_process import left_behind, start_tool, tool_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -66,7 +67,7 @@ def read_until(stream: Any, text: str) -> str:
 
 def end(process: subprocess.Popen[str], place: Path, number: signal.Signals = signal.SIGINT) -> int:
     """End a tool by a signal, and return its exit status; nothing of it may be left."""
-    pids = processes_of(place)
+    pids = started_with("TMPDIR", place)
     process.send_signal(number)
     process.communicate(timeout=LIMIT_S)
     # A daemon that was being started ends once it looks for its parent.

@@ -13,11 +13,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.documented_commands import ROOT, blocks_of, commands_of
+from tests.support.documented_commands import blocks_of, commands_of
 from tests.support.http_engine import COMPLETIONS, HttpEngine, content_of
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.python_process import run_kvxferd
+from tests.support.repository import ROOT
 from tests.support.router_protocols import post
 from tests.support.vllm_servers.router_process import RouterProcess
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from tests.support import cuda_stub
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[3]
 CHECKS = "tests/proofs/cuda_stub/checks.py"
 OF_DEVICES = (
     "tests/unit/memory/test_driver_contract.py",

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.manifests import ROOT
 from tests.support.nodes.daemon import Daemon, UnreadLog
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankProcess, ranks_of
@@ -29,6 +28,7 @@ from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
 from tests.support.prometheus_server import LIMIT_S, PrometheusServer, require_prometheus
 from tests.support.pull_traffic import PullTraffic
+from tests.support.repository import ROOT
 
 DASHBOARDS = sorted((ROOT / "deploy" / "monitoring" / "grafana").glob("*.json"))
 _NUMBERS = itertools.count()

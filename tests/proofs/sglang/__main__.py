@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from tests.proofs.sglang import environment
+from tests.support.repository import ROOT
 
 HERE = Path(__file__).parent
 
@@ -24,10 +25,10 @@ def main() -> int:
     if not environment.is_made():
         environment.make()
     environ = os.environ | {environment.PYTHON_VARIABLE: environment.python()}
-    report = f"--junitxml={environment.ROOT / 'build' / 'proofs.xml'}"
+    report = f"--junitxml={ROOT / 'build' / 'proofs.xml'}"
     tests = [str(HERE / (name and f"{name}.py")) for name in given.only]
     command = [sys.executable, "-m", "pytest", *tests, report, *words]
-    return subprocess.run(command, cwd=environment.ROOT, env=environ, check=False).returncode
+    return subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
 
 
 if __name__ == "__main__":

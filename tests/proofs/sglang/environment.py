@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import venv
 
-from tests.proofs.vllm.environment import ROOT, install, install_torch, locked_versions, pins
+from tests.proofs.vllm.environment import install, install_torch, locked_versions, pins
+from tests.support.repository import ROOT
 
 LOCK = ROOT / "constraints-sglang.txt"
 DIRECTORY = ROOT / ".venv-sglang"

@@ -11,7 +11,7 @@ import pytest
 
 from kvxferd.integrations.sglang.layout.support import POOLS
 from kvxferd.integrations.sglang.transfers import State
-from tests.proofs.sglang.environment import ROOT
+from tests.support.repository import ROOT
 from tests.support.sglang_servers.engines import ENVIRONMENT, STAND_INS
 
 NAMES = {

@@ -18,8 +18,8 @@ import pytest
 from tests.proofs.__main__ import commit
 from tests.proofs.vllm import environment
 from tests.proofs.vllm.runs import ReleaseRun, keep, read_report
+from tests.support.repository import ROOT
 
-ROOT = environment.ROOT
 HERE = Path(__file__).parent
 REPORT, MOVERS_REPORT = ROOT / "build" / "vllm.xml", ROOT / "build" / "vllm-nixl.xml"
 CLASS_TESTS = "test_real_vllm"

@@ -22,7 +22,8 @@ from zipfile import ZipFile
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[3]
+from tests.support.repository import ROOT
+
 LOCK = ROOT / "constraints-vllm.txt"
 PYTHON_VARIABLE = "KVXFERD_VLLM_PYTHON"
 TORCH_INDEX_URL = os.environ.get("TORCH_INDEX_URL", "https://download.pytorch.org/whl/cpu")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from tests.proofs.vllm.environment import ROOT, Build
+from tests.proofs.vllm.environment import Build
+from tests.support.repository import ROOT
 
 EVIDENCE = ROOT / "docs" / "evidence" / "vllm.toml"
 HEAD = (

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.repository import ROOT
 from tests.support.site_fixtures import NewPrompt
 from tests.support.vllm_servers.engines import Engine, Served
 from tests.support.vllm_servers.site import Nodes, Site, check_moved, wait_until_settled
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 def beside_another(served: Served, stored: Path) -> Served:
@@ -72,7 +71,7 @@ def beside_a_handshake(served: Served, *, first: bool) -> Served:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": children if first else children[::-1]},
     }
-    flags, environ = PIPELINE, {"PYTHONPATH": str(REPOSITORY)}
+    flags, environ = PIPELINE, {"PYTHONPATH": str(ROOT)}
     return replace(served, connector=multi, flags=flags, environ=environ)
 
 

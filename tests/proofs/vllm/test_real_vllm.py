@@ -27,10 +27,11 @@ from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
 from kvxferd.plan import TransferTopology
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest, engines_on
-from tests.support.documented_commands import ROOT, commands_of
+from tests.support.documented_commands import commands_of
 from tests.support.fetched_engine import register
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
+from tests.support.repository import ROOT
 from tests.support.vllm_kernels import NUM_STATES
 from tests.support.vllm_pages import CPU, FLASH, Cache, Family, How, PagedEngine, PlacedCache
 
@@ -55,8 +56,7 @@ def engine(daemon: Daemon) -> Iterator[Callable[..., EngineUnderTest]]:
 
 def send_request(*arguments: str, program: str = "vllm_introspection.py") -> Any:
     assert PYTHON is not None
-    script = Path(__file__).parents[2] / "support" / program
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    script, environ = ROOT / "tests" / "support" / program, os.environ | {"PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
         [PYTHON, script, *arguments], capture_output=True, text=True, check=False, env=environ
     )

@@ -31,6 +31,17 @@ def lives(pid: int) -> bool:
     return state_of(pid) not in ("", "Z", "X")
 
 
+def started_with(name: str, value: object) -> dict[int, str]:
+    """The commands of the processes that were started with that variable, by pid; zombies have none."""
+    found, variable = {}, f"{name}={value}".encode()
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):  # it is gone
+            if variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                found[pid] = command.decode(errors="replace").strip()
+    return found
+
+
 def num_fds(pid: int) -> int:
     with suppress(OSError):
         return len(os.listdir(f"/proc/{pid}/fd"))

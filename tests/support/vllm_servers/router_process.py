@@ -6,13 +6,13 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
+from tests.support.repository import ROOT
 from tests.support.server_group import HOST
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "pd_router.py"
+SCRIPT = ROOT / "examples" / "pd_router.py"
 
 
 class RouterProcess:

@@ -15,8 +15,8 @@ import pytest
 from kvxferd.config import Config
 from kvxferd.config.types import split_endpoint
 from tests.support.documented_commands import blocks_of, commands_of
-from tests.support.manifests import ROOT
 from tests.support.network_namespaces import Cable, Host, plugged_in
+from tests.support.repository import ROOT
 
 RULES = ROOT / "deploy" / "firewall" / "kvxferd.nft"
 PAGE = ROOT / "docs" / "how-to" / "kubernetes.md"

@@ -28,7 +28,6 @@ from tests.support.documented_commands import blocks_of
 from tests.support.manifests import (
     FIELDS,
     KUBERNETES,
-    ROOT,
     Manifest,
     containers_of,
     environment_of,
@@ -37,6 +36,7 @@ from tests.support.manifests import (
     pod_of,
     render,
 )
+from tests.support.repository import ROOT
 
 PAGE = ROOT / "docs" / "how-to" / "kubernetes.md"
 OVERLAYS = ("daemonset", "sidecar", "gpu", "keys")

@@ -16,8 +16,8 @@ import yaml
 
 from docs.tools.surfaces import connector_metrics, daemon_metrics
 from kvxferd.errors import Code
-from tests.support.manifests import ROOT
 from tests.support.python_process import run_python
+from tests.support.repository import ROOT
 
 MONITORING = ROOT / "deploy" / "monitoring"
 RULES = sorted((MONITORING / "rules").glob("*.yml"))

@@ -21,7 +21,7 @@ from kvxferd.config import Config, load_config
 from kvxferd.control.curve_keys import read_key
 from kvxferd.daemon import STOP_S
 from tests.support.documented_commands import commands_of
-from tests.support.manifests import ROOT
+from tests.support.repository import ROOT
 
 DEPLOY = ROOT / "deploy"
 UNIT = (DEPLOY / "kvxferd.service").read_text()
