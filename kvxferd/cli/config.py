@@ -11,8 +11,8 @@ import msgspec
 
 from kvxferd.cli.options import config_option, json_option, socket_option
 from kvxferd.config import SETTINGS, Setting, load_with_sources, settings_in_effect, shown_value
-from kvxferd.config.loading import read_settings
 from kvxferd.config.sample import sample_text
+from kvxferd.errors import ConfigError
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.exit_codes import EXIT_INVALID
 from kvxferd.tooling.output import plain_text, print_json, print_table, tuple_columns
@@ -44,18 +44,21 @@ def check(file: Path, as_json: bool) -> None:
     """Check a configuration file: each bad key, and what to do.
 
     The file alone is read: neither the environment nor the files of keys that it names. Exit status: 0 if
-    its settings are valid; 1 if the daemon would refuse one; 2 if it cannot be read.
+    its settings are valid; 1 if the daemon would refuse one; 2 if there is no such file.
     """
-    problems = read_settings(file, {}, {}).all_problems()
+    if not file.is_file():
+        raise ConfigError(f"cannot check {file}: there is no such file; give the configuration's path")
+    problem = ""
+    try:
+        load_with_sources(file, {}, {})
+    except ConfigError as error:
+        problem = error.message
     if as_json:
-        listed = [{"key": key, "message": message} for key, message in problems]
-        print_json({"file": str(file), "valid": not problems, "problems": listed})
-    elif not problems:
-        click.echo(f"{file}: valid")
+        print_json({"file": str(file), "valid": not problem, "problem": problem})
     else:
-        for _, message in problems:
-            click.echo(plain_text(message).plain)
-    if problems:
+        for line in (problem or f"{file}: valid").splitlines():
+            click.echo(plain_text(line).plain)
+    if problem:
         click.get_current_context().exit(EXIT_INVALID)
 
 

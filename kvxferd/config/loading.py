@@ -87,13 +87,13 @@ class LoadedConfig(NamedTuple):
     sources: Mapping[str, str] = MappingProxyType({})  # by key, of those that are given: a path, a variable
 
 
-class ReadSettings:
+class _Found:
     """What the sources give, later ones over earlier ones, and what is wrong with it."""
 
     def __init__(self) -> None:
         self.values: dict[str, dict[str, Any]] = {}  # by section and field, each of its setting's type
         self.sources: dict[str, str] = {}
-        self.problems: list[tuple[str, str]] = []  # a key, a table or "", and a sentence
+        self.problems: list[str] = []
 
     def add(self, key: str, value: Any, source: str, *, is_text: bool = False) -> None:
         """Take over a setting. `is_text`: the value is as variables and flags have it, not as TOML has it."""
@@ -103,40 +103,10 @@ class ReadSettings:
             given = _parse_text(setting, value, source) if is_text else value
             converted = _convert_value(setting, given, source, expected)
         except ConfigError as error:
-            self.problems.append((key, error.message))
+            self.problems.append(error.message)
         else:
             self.values.setdefault(setting.section, {})[setting.field] = converted
             self.sources[key] = source
-
-    def all_problems(self) -> list[tuple[str, str]]:
-        """Return what is wrong: a key, a table or "", and a sentence of each.
-
-        One contradiction between settings is looked for once each value by itself is valid.
-        """
-        if not self.problems:
-            try:
-                self.config()
-            except ConfigError as error:
-                return [("", error.message)]
-        return self.problems
-
-    def config(self) -> Config:
-        """Return the configuration. Raises ConfigError where settings contradict each other."""
-        sections = msgspec.structs.fields(Config)
-        return Config(
-            **{section.name: section.type(**self.values.get(section.name, {})) for section in sections}
-        )
-
-
-def read_settings(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> ReadSettings:
-    """Return what file, environment and flags give. Raises ConfigError if the file cannot be read."""
-    found = ReadSettings()
-    if path is not None:
-        _add_file(path, found)
-    _add_environment(environ, found)
-    for key, text in flags.items():
-        found.add(key, text, f"flag {flag_name(key)}", is_text=True)
-    return found
 
 
 def load_config(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> Config:
@@ -151,14 +121,21 @@ def load_with_sources(
 
     The keys of `flags` have the form ``transfer.lease_s``. Raises ConfigError, which names every bad key.
     """
-    found = read_settings(path, environ, flags)
+    found = _Found()
+    if path is not None:
+        _add_file(path, found)
+    _add_environment(environ, found)
+    for key, text in flags.items():
+        found.add(key, text, f"flag {flag_name(key)}", is_text=True)
     if len(found.problems) == 1:
-        raise ConfigError(found.problems[0][1])
+        raise ConfigError(found.problems[0])
     if found.problems:
         # A person who mends a configuration wants to see every reason.
-        listed = "".join(f"\n  {message}" for _, message in found.problems)
+        listed = "".join(f"\n  {message}" for message in found.problems)
         raise ConfigError(f"cannot use the configuration, for {len(found.problems)} reasons:{listed}")
-    return LoadedConfig(found.config(), found.sources)
+    sections = msgspec.structs.fields(Config)
+    given = {section.name: section.type(**found.values.get(section.name, {})) for section in sections}
+    return LoadedConfig(Config(**given), found.sources)
 
 
 def settings_in_effect(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
@@ -183,7 +160,7 @@ def flag_name(key: str) -> str:
     return "--" + key.replace(".", "-").replace("_", "-")
 
 
-def _add_file(path: Path, found: ReadSettings) -> None:
+def _add_file(path: Path, found: _Found) -> None:
     try:
         text = path.read_bytes().decode()
     except OSError as error:
@@ -197,19 +174,19 @@ def _add_file(path: Path, found: ReadSettings) -> None:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found.problems.append(("", f"cannot read the configuration {path}: it is not TOML: {error}"))
+        found.problems.append(f"cannot read the configuration {path}: it is not TOML: {error}")
         return
     sections = {setting.section for setting in SETTINGS.values()}
     for section, table in document.items():
         if section not in sections or not isinstance(table, dict):
             listed = ", ".join(sorted(sections))
-            found.problems.append((section, f"cannot use {section} of {path}: the tables there are {listed}"))
+            found.problems.append(f"cannot use {section} of {path}: the tables there are {listed}")
             continue
         for field, value in table.items():
             found.add(f"{section}.{field}", value, str(path))
 
 
-def _add_environment(environ: Mapping[str, str], found: ReadSettings) -> None:
+def _add_environment(environ: Mapping[str, str], found: _Found) -> None:
     keys = {setting.variable: setting.key for setting in SETTINGS.values()}
     for name, text in sorted(environ.items()):
         if not name.startswith(ENVIRONMENT_PREFIX) or name == CONFIG_PATH_VARIABLE:
@@ -221,7 +198,7 @@ def _add_environment(environ: Mapping[str, str], found: ReadSettings) -> None:
                 f"cannot use {name} from the environment: no setting has that name; "
                 f"names are {ENVIRONMENT_PREFIX}SECTION_KEY, such as KVXFERD_TRANSFER_LEASE_S"
             )
-            found.problems.append((name, problem))
+            found.problems.append(problem)
 
 
 def _find_setting(key: str, source: str) -> Setting:

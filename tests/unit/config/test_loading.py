@@ -2,11 +2,8 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvxferd.config import SETTINGS, Config, TransferConfig, flag_name, load_config, loading
 from kvxferd.errors import Code, ConfigError
@@ -151,8 +148,13 @@ def test_what_kubernetes_adds_for_a_service_is_no_setting() -> None:
 # --- every problem of a file at once
 
 
-def problems_of(file: Path) -> list[tuple[str, str]]:
-    return loading.read_settings(file, {}, {}).all_problems()
+def problems_of(file: Path) -> list[str]:
+    try:
+        load_config(file, {}, {})
+    except ConfigError as refused:
+        lines = refused.message.splitlines()
+        return [line.strip() for line in lines[len(lines) > 1 :]]
+    return []
 
 
 @pytest.mark.parametrize(
@@ -160,16 +162,18 @@ def problems_of(file: Path) -> list[tuple[str, str]]:
     [
         ("", []),
         ("[transfer]\nlease = 3\nlease_s = 'x'\nmax_hold_s = 3", ["transfer.lease", "transfer.lease_s"]),
-        ("[no]\na = 1\n[log]\nlevel = 'loud'\n[nor]\n", ["no", "log.level", "nor"]),
-        ("[log]\nlevel = 'info'\nlevel = 'info'\n", [""]),  # not TOML
+        ("[no]\na = 1\n[log]\nlevel = 'loud'\n[nor]\n", ["no of", "log.level", "nor of"]),
+        ("[log]\nlevel = 'info'\nlevel = 'info'\n", ["not TOML"]),
         # Contradictions are looked for once every value is valid by itself.
-        ("[log]\nlevel = 'info'\n[transfer]\nlease_s = 900", [""]),
+        ("[log]\nlevel = 'info'\n[transfer]\nlease_s = 900", ["transfer.max_hold_s"]),
     ],
 )
 def test_each_bad_key_is_found(tmp_path: Path, text: str, want: list[str]) -> None:
     file = tmp_path / "k.toml"
     file.write_text(text)
-    assert [key for key, _ in problems_of(file)] == want
+    found = problems_of(file)
+    assert len(found) == len(want)
+    assert all(part in problem for part, problem in zip(want, found, strict=True))
 
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
@@ -185,27 +189,8 @@ def test_a_secret_in_place_of_its_path_is_not_repeated(tmp_path: Path) -> None:
     file.write_text(
         "[peer]\ncurve_secret_key_file = 'c0ffee'\n[mover]\nenvironment = {PASSWORD = ['hunter2']}"
     )
-    (key, key_file), (environment, movers) = problems_of(file)
-    assert (key, environment) == ("peer.curve_secret_key_file", "mover.environment")
+    key_file, movers = problems_of(file)
+    assert "peer.curve_secret_key_file" in key_file
+    assert "mover.environment" in movers
     assert "c0ffee" not in key_file
     assert "hunter2" not in movers
-
-
-VALUES = st.sampled_from(['"x"', "-1", "3", "true", "[]", "{}", '"/x"', "1.5", '"info"'])
-KEYS = st.sampled_from([*SETTINGS, "log.nothing", "nothing.level"])
-
-
-@given(st.dictionaries(KEYS, VALUES, max_size=6))
-def test_a_file_has_problems_if_and_only_if_the_daemon_refuses_it(
-    tmp_path_factory: Any, values: dict[str, str]
-) -> None:
-    file = tmp_path_factory.getbasetemp() / "generated.toml"
-    file.write_text("".join(f"{key} = {value}\n" for key, value in values.items()))
-    messages = [message for _, message in problems_of(file)]
-    if messages:
-        with pytest.raises(ConfigError) as refused:
-            load_config(file, {}, {})
-        reasons = refused.value.message.splitlines()
-        assert [line.strip() for line in reasons[len(reasons) > 1 :]] == messages
-    else:
-        load_config(file, {}, {})
