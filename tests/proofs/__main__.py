@@ -183,7 +183,7 @@ PROOFS = (
         paths=(*DAEMON, "tests/support/nodes", "tests/proofs/chaos"),
     ),
     Proof(
-        "game-day", 7, "tests.proofs.game_day",
+        "game-day", 7, tests="tests/proofs/game_day -s",
         paths=("kvxferd/telemetry", "kvxferd/doctor", "tests/proofs/game_day"),
     ),
     Proof(

@@ -23,7 +23,6 @@ class Fault:
     """One thing that goes wrong. `sign`: of `SIGNS`, what the verdict of `node` must have; "": nothing."""
 
     name: str
-    title: str
     node: str  # whose outputs are read
     sign: str
     names: Callable[[Stage], tuple[str, ...]]  # texts, each of which names the cause
@@ -84,31 +83,31 @@ FEW = ("--limits-max-transfers-per-engine", "16")
 TCP = {"UCX_TLS": tls_with_cuda("tcp")}
 FAULTS = [
     Fault(
-        "dead-peer", "A dead peer", "decode", "Pulls fail",
+        "dead-peer", "decode", "Pulls fail",
         _prefill_endpoint, lambda stage: stage.prefill.kill(),
     ),
     Fault(
-        "stalled-link", "A stalled link", "decode", "Pulls fail",
+        "stalled-link", "decode", "Pulls fail",
         _prefill_endpoint, _stop_source_movers,
     ),
     Fault(
-        "exhausted-limit", "An exhausted limit", "prefill", "max_transfers_per_engine",
+        "exhausted-limit", "prefill", "max_transfers_per_engine",
         _always("max_transfers_per_engine"), _fill_transfers, lambda directory: Stage(directory, FEW),
     ),
     Fault(
-        "wrong-key", "A wrong key", "decode", "Pulls fail",
+        "wrong-key", "decode", "Pulls fail",
         _always("admit", "allow-lists"), None, _with_wrong_key,
     ),
     Fault(
-        "early-release", "A source that releases early", "decode", "Pulls fail",
+        "early-release", "decode", "Pulls fail",
         _always("unpublished", "released"), _release_early,
     ),
     Fault(
-        "crash-loop", "A mover in a crash loop", "decode", "",
+        "crash-loop", "decode", "",
         _always("mover died", "mover-lost"), _crash_movers,
     ),
     Fault(
-        "tcp", "TCP instead of CMA", "decode", "same-node-tcp",
+        "tcp", "decode", "same-node-tcp",
         _always("TCP"), None, lambda directory: Stage(directory, **TCP),
     ),
 ]  # fmt: skip

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.child_process import ChildError
-from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import spec_of
-from tests.support.nodes.waiting import comes_true
 from tests.support.pull_traffic import PullTraffic
 
 PAUSE_S = 0.05
@@ -63,13 +61,14 @@ class Stage:
         self._watcher.join(10)
         self.fleet.stop()
 
-    def await_traffic(self, num_pulls: int, limit_s: float = 60.0) -> None:
-        """Return once so many pulls have ended."""
-        comes_true(lambda: self.traffic.num_ended >= num_pulls, limit_s)
-
-    def outputs(self) -> dict[str, dict[str, str]]:
-        """Return what each output of the nodes that live shows now."""
-        return {name: _outputs_of(node) for name, node in self.nodes.items() if node.exit_code is None}
+    def outputs(self, name: str) -> dict[str, str]:
+        """Return what each output of a node shows now, by the output's name."""
+        node, found = self.nodes[name], dict[str, str]()
+        for output, verb in VERBS.items():
+            done = node.verb(*verb, COLUMNS="160", NO_COLOR="1")
+            found[output] = done.stdout + done.stderr
+        found["log"] = "\n".join(node.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        return found
 
     def verdict(self, name: str) -> str:
         """Return a node's verdict; "" of one that does not answer."""
@@ -86,12 +85,3 @@ class Stage:
                 for sign in SIGNS:
                     if sign in verdict:
                         self.seen.setdefault((name, sign), time.time())
-
-
-def _outputs_of(node: Daemon) -> dict[str, str]:
-    found = {}
-    for name, verb in VERBS.items():
-        done = node.verb(*verb, COLUMNS="160", NO_COLOR="1")
-        found[name] = done.stdout + done.stderr
-    found["log"] = "\n".join(node.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-    return found
