@@ -138,11 +138,9 @@ class Stage:
         self.register = self.side.register(self.new_mover())
         return registering.result(WAIT_S)
 
-    def rejoin(self, lease_s: float = 30.0) -> DaemonSide:
+    def rejoin(self) -> DaemonSide:
         """Take the rank that comes back by itself, with a new mover."""
-        self.side = self.daemon.accept()
-        self.side.greet(lease_s)
-        self.side.register(self.new_mover())
+        self.accept().register(self.new_mover())
         return self.side
 
     def accept(self) -> DaemonSide:

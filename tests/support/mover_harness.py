@@ -202,9 +202,9 @@ class Node:
 
         return await self.until(find, deadline_s)
 
-    async def gone(self, mover: MoverHandle, deadline_s: float = DEADLINE_S) -> None:
+    async def gone(self, mover: MoverHandle) -> None:
         """Wait for a mover's exit to be told."""
-        await self.until(lambda: True if mover.mover_id in self.exits else None, deadline_s)
+        await self.until(lambda: True if mover.mover_id in self.exits else None)
 
 
 @dataclass

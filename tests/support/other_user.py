@@ -33,9 +33,9 @@ def script(body: str, uid: int = NOBODY, gid: int = NOBODY, imports: str = "") -
     return [sys.executable, "-c", _SCRIPT.format(imports=imports, uid=uid, gid=gid, body=body)]
 
 
-def run_as(body: str, *arguments: str, uid: int = NOBODY, gid: int = NOBODY, imports: str = "") -> str:
+def run_as_nobody(body: str, *arguments: str, imports: str = "") -> str:
     """What the body prints, run as that user. It finds the arguments in sys.argv[1:]."""
-    command = [*script(body, uid, gid, imports), *arguments]
+    command = [*script(body, imports=imports), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 

@@ -126,18 +126,18 @@ class PrometheusServer:
         wanted = {"alertname": name, **labels}
         return next((a for a in self.firing() if wanted.items() <= a["labels"].items()), None)
 
-    def await_alert(self, name: str, limit_s: float = LIMIT_S, **labels: str) -> dict[str, Any]:
+    def await_alert(self, name: str, **labels: str) -> dict[str, Any]:
         """Return the alert once it fires."""
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + LIMIT_S
         while (found := self.alert(name, **labels)) is None:
             others = sorted({a["labels"]["alertname"] for a in self.firing()})
-            assert time.monotonic() < deadline, f"{name} does not fire within {limit_s} s; {others} do"
+            assert time.monotonic() < deadline, f"{name} does not fire within {LIMIT_S} s; {others} do"
             time.sleep(SCRAPE_S / 2)
         return found
 
-    def await_clear(self, name: str, limit_s: float = LIMIT_S, **labels: str) -> None:
+    def await_clear(self, name: str, **labels: str) -> None:
         """Return once the alert fires no more."""
-        wait_until(lambda: self.alert(name, **labels) is None, f"{name} {labels} clears", limit_s)
+        wait_until(lambda: self.alert(name, **labels) is None, f"{name} {labels} clears", LIMIT_S)
 
     def _write_targets(self) -> None:
         groups = [

@@ -10,7 +10,7 @@ from zmq.utils import z85
 
 from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Message, Versions
+from kvxferd.wire.common import Message
 from kvxferd.wire.endpoint import address_of, key_of
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
 
@@ -36,10 +36,8 @@ class PeerByHand:
             self.next()
 
     @staticmethod
-    def greeting(
-        request: int = 1, endpoint: str = "tcp://127.0.0.1:1", versions: Versions = PEER_VERSIONS
-    ) -> PeerHello:
-        return PeerHello(request=request, versions=versions, boot="by-hand", endpoint=endpoint)
+    def greeting() -> PeerHello:
+        return PeerHello(request=1, versions=PEER_VERSIONS, boot="by-hand", endpoint="tcp://127.0.0.1:1")
 
     def say(self, message: Message) -> None:
         self.socket.send(encode(message))

@@ -16,7 +16,7 @@ from kvxferd.frame_socket import FrameSocket
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
-from kvxferd.wire.common import Message, Versions
+from kvxferd.wire.common import Message
 from kvxferd.wire.framing import encode_frame
 
 WAIT_S = 10.0
@@ -47,11 +47,8 @@ class RawWorker:
         self.ended = False
         self.acknowledges = True  # each mover that is offered
         if hello:
-            self.hello()
-
-    def hello(self, versions: Versions = worker.WORKER_VERSIONS) -> Message | None:
-        self.say(worker.Hello(versions=versions, client="by hand"))
-        return self.next()
+            self.say(worker.Hello(versions=worker.WORKER_VERSIONS, client="by hand"))
+            self.next()
 
     def say(self, message: Message, *fds: int) -> None:
         self.raw(frame(message, len(fds)), *fds)

@@ -81,11 +81,11 @@ class ServerGroup:
             return bool(response.status == 200)
         return False
 
-    def tail(self, num_lines: int = 40) -> str:
+    def tail(self) -> str:
         """The end of its log without the access log, lines cut."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         lines = [line for line in lines if not line.startswith("INFO:     127.")]
-        return "\n".join(line[:400] for line in lines[-num_lines:])
+        return "\n".join(line[:400] for line in lines[-40:])
 
     def said(self, text: str) -> bool:
         """Whether its log holds `text`."""

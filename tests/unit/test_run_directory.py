@@ -14,7 +14,7 @@ import pytest
 
 from kvxferd.errors import ConfigError
 from kvxferd.run_directory import RunDirectory
-from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
+from tests.support.other_user import NOBODY, needs_root, open_directory, run_as_nobody
 
 IMPORTS = """
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_no_other_user_can_open_the_locks(directory: Path):
         assert (directory / "private").stat().st_mode & 0o777 == 0o700
         for name in ("daemon.lock", "movers.lock"):
             with pytest.raises(subprocess.CalledProcessError) as refused:
-                run_as("os.open(sys.argv[1], os.O_RDONLY)", str(directory / "private" / name))
+                run_as_nobody("os.open(sys.argv[1], os.O_RDONLY)", str(directory / "private" / name))
             assert "PermissionError" in refused.value.stderr
     finally:
         made.close()
@@ -95,7 +95,7 @@ def test_what_belongs_to_another_user_is_refused(directory: Path, what: str, wor
 def test_a_directory_that_others_may_write_in_is_closed_or_refused(directory: Path, mode: int):
     directory.mkdir()
     directory.chmod(mode)
-    assert "chmod go-w" in run_as(START, str(directory), imports=IMPORTS), "this user cannot close it"
+    assert "chmod go-w" in run_as_nobody(START, str(directory), imports=IMPORTS), "this user cannot close it"
     start(directory).close()
     assert directory.stat().st_mode & 0o777 == 0o755
 
@@ -104,7 +104,7 @@ def test_a_directory_that_others_may_write_in_is_closed_or_refused(directory: Pa
 @needs_root
 def test_a_user_who_may_not_write_there_is_told_how_to_make_it(directory: Path):
     directory.parent.chmod(0o711)
-    assert f"install -d -o {NOBODY} {directory}`" in run_as(START, str(directory), imports=IMPORTS)
+    assert f"install -d -o {NOBODY} {directory}`" in run_as_nobody(START, str(directory), imports=IMPORTS)
 
 
 def test_the_worker_socket_has_a_directory_of_its_own_whatever_the_umask(directory: Path):

@@ -13,7 +13,7 @@ from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.tooling.daemon_process import DaemonProcess
 from tests.support.doctor_harness import examine
 from tests.support.nodes.processes import stopped
-from tests.support.other_user import needs_root, run_as
+from tests.support.other_user import needs_root, run_as_nobody
 from tests.support.python_process import run_kvxferd
 
 
@@ -78,7 +78,7 @@ for finding in globals()[sys.argv[1]](context):
     ],
 )
 def test_what_root_may_and_another_user_may_not(check: str, begins: str, holds: str):
-    said = run_as(FIND, check, imports=IMPORTS)
+    said = run_as_nobody(FIND, check, imports=IMPORTS)
     assert said.startswith(begins)
     assert holds in said
 

@@ -50,11 +50,9 @@ FACTS: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "block_tokens": 16, 
 class WorkerByHand(RawWorker):
     """A connection to a worker socket that says whatever an attack wants."""
 
-    def be_rank(
-        self, name: str, memory: SealedMemory | None = None, generation: str = "g1", **more: Any
-    ) -> Any:
+    def be_rank(self, name: str, memory: SealedMemory | None = None, **more: Any) -> Any:
         """Be the one rank of an engine of that name. Returns the answer; `more`: as of `register`."""
-        spec = EngineSpec(engine_id=name, generation=generation, num_layers=2, num_kv_heads=2)
+        spec = EngineSpec(engine_id=name, generation="g1", num_layers=2, num_kv_heads=2)
         layout = attention_layout(spec=spec, **FACTS)
         if memory is not None:
             return self.register(spec, layout, memory.fd, **more)
@@ -137,9 +135,9 @@ class Scene:
         self.opened.append(made)
         return made
 
-    def peer(self, node: Node | None = None, key: CurveKeyPair | None = None, **more: Any) -> PeerByHand:
-        """A connection to a peer socket; with the admitted key where there are keys and none is given."""
-        made = PeerByHand((node or self.a).endpoint, key or self.key, **more)
+    def peer(self, node: Node | None = None) -> PeerByHand:
+        """A connection to a peer socket, with the admitted key where there are keys."""
+        made = PeerByHand((node or self.a).endpoint, self.key)
         self.opened.append(made)
         return made
 

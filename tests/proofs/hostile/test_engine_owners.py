@@ -7,7 +7,7 @@ import json
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import spec_of
 from tests.support.nodes.waiting import wait_until
-from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
+from tests.support.other_user import needs_root, open_directory, run_as_nobody
 
 # Attaches to the engine, and prints what it is told.
 SQUATTER = """
@@ -39,7 +39,7 @@ def test_who_comes_first_after_a_restart_has_nobodys_engine():
             wait_until(lambda: daemon.is_ready, "ready again", 60)
 
             def squatted() -> str:
-                return run_as(SQUATTER, daemon.worker_socket, uid=NOBODY, imports=IMPORTS).strip()
+                return run_as_nobody(SQUATTER, daemon.worker_socket, imports=IMPORTS).strip()
 
             assert squatted() == "not-allowed"
             assert daemon.control.post("/v1/engines/disown", {"engine_id": "prefill"})["uid"] == 0

@@ -16,8 +16,8 @@ def spec_of(name: str, **facts: Any) -> EngineSpec:
     return EngineSpec(name, "g1", num_layers=4, num_kv_heads=8, **facts)
 
 
-def ids_for(seed: int, block_tokens: int = 16, tokens: int = TOKENS, num_blocks: int = 64) -> list[int]:
-    return random.Random(seed).sample(range(num_blocks), -(-tokens // block_tokens))
+def ids_for(seed: int, block_tokens: int = 16) -> list[int]:
+    return random.Random(seed).sample(range(64), -(-TOKENS // block_tokens))
 
 
 def publish(sources: list[RankProcess], request: int, block_tokens: int = 16) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def blocks_in_use(engine: Engine) -> float:
     return engine.metric("vllm:kv_cache_usage_perc")
 
 
-def wait_until_settled(nodes: Nodes, *engines: Engine, limit_s: float = SETTLE_S) -> None:
+def wait_until_settled(nodes: Nodes, *engines: Engine) -> None:
     """Return once nothing is published or pulled, and every block of the engines is free again."""
 
     def is_settled() -> bool:
@@ -168,7 +168,7 @@ def wait_until_settled(nodes: Nodes, *engines: Engine, limit_s: float = SETTLE_S
         used = {engine.name: blocks_in_use(engine) for engine in engines}
         return f"all blocks free and no transfer left; used {used}; {json.dumps(nodes.transfers())}"
 
-    wait_until(is_settled, what, limit_s)
+    wait_until(is_settled, what, SETTLE_S)
 
 
 class Llama:

@@ -12,7 +12,7 @@ from kvxferd.cli.root import root
 from kvxferd.control.curve_keys import read_key
 from kvxferd.errors import ConfigError
 from tests.support.node_samples import PEER
-from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
+from tests.support.other_user import NOBODY, needs_root, open_directory, run_as_nobody
 from tests.support.verb_harness import run
 
 
@@ -117,5 +117,5 @@ except ConfigError as error:
 def test_a_key_of_another_user_is_refused_with_how_to_hand_it_over() -> None:
     with open_directory() as directory:
         keygen("--output", str(directory / "peer.key"))
-        said = run_as(READ, str(directory / "peer.key"), imports=IMPORTS)
+        said = run_as_nobody(READ, str(directory / "peer.key"), imports=IMPORTS)
     assert f"chown {NOBODY} {directory}/peer.key && chmod 600" in said
