@@ -163,6 +163,12 @@ def _check_names(layout: RankLayout, by_id: Collection[RegionId]) -> None:
 
 def _place_of(spec: RegionSpec, given: Memory | SharedMemory) -> _Place:
     memory, offset = (given.memory, given.offset) if isinstance(given, SharedMemory) else (given, 0)
+    if not hasattr(memory, "size_bytes"):
+        raise EngineError(
+            f"cannot export region {spec.region!r} of {memory!r:.80}: give what `kvxferd.memory.share` "
+            "returns, a SealedMemory, a DeviceMemory or a ResidentMemory",
+            Code.REGION_INVALID,
+        )
     if offset < 0:
         raise EngineError(
             f"cannot export region {spec.region!r} at offset {offset}: give 0 or more", Code.REGION_INVALID

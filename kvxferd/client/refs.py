@@ -37,6 +37,7 @@ def check_nonce(nonce: str) -> str:
     if len(checked) < MIN_NONCE_CHARS:
         raise EngineError(
             f"cannot use a nonce of {len(checked)} characters: give {MIN_NONCE_CHARS} random ones at least, "
-            "because whoever guesses it may read the transfer"
+            "because whoever guesses it may read the transfer",
+            Code.BAD_REQUEST,
         )
     return checked

@@ -10,8 +10,6 @@ import re
 import selectors
 import socket
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,13 +19,14 @@ from tests.simulation.history import HISTORY, wrong_in_history
 from tests.simulation.interposed import set_on
 from tests.simulation.kernel import Process, TaskState
 from tests.simulation.libzmq import SimSocket, SimTracker
+from tests.simulation.operators import Operator
 from tests.simulation.store import MemoryKind
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-REPLY_S = 5.0
 NUM_EVENTFDS = 8  # of a daemon: one a peer and loop
+NUM_EVENTFDS_LIAR = 4  # its peer, which is gone
 NUM_THREADS = 5
 NUM_LATE_MOVERS = 3
 NUM_FENCE_PAGES = 2
@@ -36,7 +35,6 @@ NUM_PIPES_RESIDENT = 6  # a mover that was replaced is closed when the next is s
 # the most that was seen in 28 episodes (23,348 bytes in 52 messages).
 MAX_TURN_BYTES, MAX_TURN_MESSAGES = 128 << 10, 256
 MAX_TURN_PARTS = 4096  # where block ids go one or two in a message
-_POLLIN = 1
 STATUS, METRICS = "/v1/status", "/metrics"
 # Of the node in `/v1/status`: nothing of it is left at rest.
 GONE = (
@@ -45,58 +43,6 @@ GONE = (
 )  # fmt: skip
 USED_AT_REST = frozenset({"max_sessions", "max_ranks", "max_peers"})
 _DELIVERED = re.compile(r'kvxferd_pulls_total{code="none",outcome="delivered"} ([0-9.]+)')
-
-
-class Operator:
-    """A process that sends requests to control sockets."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.replies: dict[tuple[str, str], bytes] = {}  # by node and path
-        self.num_left = 0
-
-    def ask(self, node: str, path: str) -> None:
-        """Start a process that gets a path from a node's daemon."""
-        self.num_left += 1
-        self._spawn(node, lambda: self._run(node, "GET", path))
-
-    def drain(self, node: str, then: Callable[[], None]) -> None:
-        """Start a process that tells a node's daemon to drain; `then` is called if that says that it does."""
-
-        def run() -> None:
-            with suppress(OSError):
-                self._run(node, "POST", "/v1/drain")
-                then()
-
-        self._spawn(node, run)
-
-    def _spawn(self, node: str, run: Callable[[], None]) -> None:
-        self._world.kernel.spawn(f"operator of {node}", run, uid=os.geteuid())
-
-    def _run(self, node: str, method: str, path: str) -> None:
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.connect(str(self._world.directory / node / "control.sock"))
-            sock.setblocking(False)
-            sock.send(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            self.replies[node, path] = self._receive(sock)
-        self.num_left -= method == "GET"
-
-    def _receive(self, sock: socket.socket) -> bytes:
-        """Return a reply's body."""
-        got = b""
-        while True:
-            head, end, body = got.partition(b"\r\n\r\n")
-            if end:
-                (size,) = [
-                    line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
-                ]
-                if len(body) >= int(size.split(b":")[1]):
-                    return body
-            if not self._world.kernel.wait(((sock.fileno(), _POLLIN),), REPLY_S):
-                raise TimeoutError("a daemon does not reply to its operator")
-            if not (more := sock.recv(1 << 20)):
-                raise ConnectionResetError("a daemon does not reply to its operator")
-            got += more
 
 
 class Audit:
@@ -206,7 +152,8 @@ class Audit:
                 # Its own, and a scheduler's, which goes from mover to mover.
                 held["fence page"] = max(held["fence page"], NUM_FENCE_PAGES)
             # Peers' sockets and the loop's threads come with use, a few in all.
-            held["eventfd"] = max(held["eventfd"], NUM_EVENTFDS)
+            least = NUM_EVENTFDS + (NUM_EVENTFDS_LIAR if self._world.traits.lies_share else 0)
+            held["eventfd"] = max(held["eventfd"], least)
             # libzmq's own is left behind by a start that failed, after which a real process ends.
             threads = [task for task in process.tasks if not task.name.endswith(" libzmq")]
             held["thread"] = max(NUM_THREADS, sum(task.state is not TaskState.DONE for task in threads))

@@ -13,55 +13,108 @@ from msgspec.structs import replace
 from kvxferd import client
 from kvxferd.client import BlockList
 from kvxferd.errors import Code, KvxferdError
+from kvxferd.layout import EngineSpec, GroupKind, RankLayout
+from kvxferd.memory import SealedMemory
 from tests.simulation.checks import Check, Violation
-from tests.simulation.contents import Lists
 from tests.simulation.engine import Transfer, Worker
 from tests.simulation.shapes import draw_request, own_lists
+from tests.simulation.store import MemoryKind, Store
 
 if TYPE_CHECKING:
     from tests.simulation.aftermath import Wait
     from tests.simulation.world import World
 
 ANSWER_S = 12.0
-NUM_CALLS = 6  # of an episode
+NUM_CALLS = 16  # of an episode
 NUM_TOKENS = 5
+STRANGER = 4242  # a user that has no engine
+# Codes of wrong arguments, as the client's own check has them.
+INVALID, BAD = Code.BLOCKS_INVALID, Code.BAD_REQUEST
 
 
 class Call(NamedTuple):
     """What is right of a pull or publish, before something of it is made wrong."""
 
-    ref: client.TransferRef
-    lists: Lists
-    num_tokens: int = NUM_TOKENS
-    seconds: float = 10.0  # its deadline, or its lease
+    ref: Any
+    lists: Any
+    num_tokens: Any = NUM_TOKENS
+    seconds: Any = 10.0  # its deadline, or its lease
+    more: dict[str, Any] = {}  # of other arguments  # noqa: RUF012
 
 
-def _with_ref(**changed: str) -> Callable[[Call], Call]:
+Change = Callable[[Call], Call | None]
+
+
+def _with(**changed: Any) -> Change:
+    return lambda call: call._replace(**changed)
+
+
+def _with_more(**more: Any) -> Change:
+    return lambda call: call._replace(more=more)
+
+
+def _with_ref(**changed: str) -> Change:
     return lambda call: call._replace(ref=replace(call.ref, **changed))
 
 
-def _with_ids(change: Callable[[list[int]], list[int]]) -> Callable[[Call], Call | None]:
-    """Change the block ids of the first group that has tokens, if one has: of a state the last counts."""
+def _with_list(change: Callable[[BlockList], Any], is_state: bool = False) -> Change:
+    """Change the list of the first group that has tokens, or that has a state, if one has."""
 
     def act(call: Call) -> Call | None:
         for name, listed in call.lists.items():
-            if listed.state_at < 0:
-                ids = change([*listed.ids])
-                return call._replace(lists={**call.lists, name: dataclasses.replace(listed, ids=ids)})
+            if (listed.state_at >= 0) is is_state:
+                return call._replace(lists={**call.lists, name: change(listed)})
         return None
 
     return act
 
 
-Wrong = dict[str, tuple[Code, Callable[[Call], Call | None]]]
+def _with_ids(change: Callable[[list[int]], list[Any]]) -> Change:
+    return _with_list(lambda listed: dataclasses.replace(listed, ids=change([*listed.ids])))
+
+
+def _without_a_group(call: Call) -> Call:
+    return call._replace(lists=dict([*call.lists.items()][1:]))
+
+
+def _other_block(ids: list[int]) -> int:
+    return next(block for block in range(len(ids) + 1) if block not in ids)
+
+
+Wrong = dict[str, tuple[Code, Change]]
 OF_BOTH: Wrong = {
-    "a block twice": (Code.BLOCKS_INVALID, _with_ids(lambda ids: [*ids, ids[0]])),
-    "a block that there is not": (Code.BLOCKS_INVALID, _with_ids(lambda ids: [*ids[:-1], 1 << 20])),
-    "a group that there is not": (
-        Code.BLOCKS_INVALID, lambda call: call._replace(lists={**call.lists, "none": BlockList(ids=[0])}),
+    "a block twice": (INVALID, _with_ids(lambda ids: [*ids, ids[0]])),
+    "a block that there is not": (INVALID, _with_ids(lambda ids: [*ids[:-1], 1 << 20])),
+    "a block below 0": (INVALID, _with_ids(lambda ids: [*ids[:-1], -1])),
+    "a block of no number": (INVALID, _with_ids(lambda ids: [*ids[:-1], 1 << 40])),
+    "a block that is a word": (INVALID, _with_ids(lambda ids: [*ids[:-1], "one"])),
+    "one block more": (INVALID, _with_ids(lambda ids: [*ids, _other_block(ids)])),
+    "a list of no kind": (INVALID, _with_list(lambda listed: [*listed.ids])),
+    "a first token below 0": (
+        INVALID, _with_list(lambda listed: dataclasses.replace(listed, first_token=-8)),
     ),
-    "no tokens": (Code.BLOCKS_INVALID, lambda call: call._replace(num_tokens=0)),
-    "a time of years": (Code.BAD_REQUEST, lambda call: call._replace(seconds=1e8)),
+    "a first token that is a word": (
+        INVALID, _with_list(lambda listed: dataclasses.replace(listed, first_token="one")),
+    ),
+    "a state of another token": (
+        INVALID, _with_list(lambda listed: dataclasses.replace(listed, state_at=1), is_state=True),
+    ),
+    "lists of no kind": (INVALID, _with(lists=[0])),
+    "a group that there is not": (
+        INVALID, lambda call: call._replace(lists={**call.lists, "none": BlockList(ids=[0])}),
+    ),
+    "a group less": (INVALID, _without_a_group),
+    "too many groups": (
+        INVALID, _with(lists={f"g{number}": BlockList(ids=[]) for number in range(2000)}),
+    ),
+    "no tokens": (INVALID, _with(num_tokens=0)),
+    "tokens of no number": (INVALID, _with(num_tokens="five")),
+    "tokens past any number": (INVALID, _with(num_tokens=1 << 70)),
+    "a time of years": (BAD, _with(seconds=1e8)),
+    "a time of centuries": (BAD, _with(seconds=1e10)),
+    "a time that is none": (BAD, _with(seconds="soon")),
+    "no time": (BAD, _with(seconds=0.0)),
+    "an event that is none": (BAD, _with_more(after=5)),
 }  # fmt: skip
 OF_PULLS: Wrong = {
     "another nonce": (Code.NONCE_WRONG, _with_ref(nonce="0" * 32)),
@@ -69,7 +122,113 @@ OF_PULLS: Wrong = {
     "another generation": (Code.GENERATION_STALE, _with_ref(generation="g0")),
     "a transfer that never was": (Code.TRANSFER_UNKNOWN, _with_ref(transfer_id="never")),
     "an endpoint that is none": (Code.ENDPOINT_INVALID, _with_ref(endpoint="tcp://10.0.0.1:0")),
-}
+    "a reference of no kind": (Code.TRANSFER_UNKNOWN, _with(ref=5)),
+    "a reference that is cut off": (
+        Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref=call.ref.to_json()[:-9]),
+    ),
+    "a reference without a nonce": (
+        Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref={**call.ref.to_dict(), "nonce": ""}),
+    ),
+    "a reference of numbers": (
+        Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref={**call.ref.to_dict(), "engine_id": 7}),
+    ),
+}  # fmt: skip
+OF_PUBLISHES: Wrong = {
+    "no id": (INVALID, _with_more(transfer_id="")),
+    "an id that is long": (INVALID, _with_more(transfer_id="t" * 300)),
+    "an id of no letters": (INVALID, _with_more(transfer_id="\udc80")),
+    "no readers": (INVALID, _with_more(num_readers=0)),
+    "more written than there is": (INVALID, _with_more(ready_tokens=NUM_TOKENS + 1)),
+    "a short nonce": (BAD, _with_more(nonce="short")),
+    "an id that is used": (
+        Code.TRANSFER_EXISTS, lambda call: call._replace(more={"transfer_id": call.ref.transfer_id}),
+    ),
+}  # fmt: skip
+
+
+def _add_with_a_gap(rank: Any, name: str) -> None:
+    rank.add_blocks(name, _lists(rank, [1]))
+    rank.add_blocks(name, _lists(rank, [2], 1 << 20))
+
+
+def _lists(rank: Any, ids: list[int], at: int = 0) -> dict[str, BlockList]:
+    """Return blocks of a group of the rank that has tokens."""
+    groups = [one.name for one in rank.layout.groups if one.kind is GroupKind.ATTENTION]
+    return {name: BlockList(ids=ids, first_token=at) for name in groups[:1]}
+
+
+def _regions_of(rank: Any) -> list[str]:
+    return [one.region for one in rank.layout.regions]
+
+
+def _resume_awake(rank: Any, name: str) -> None:
+    with SealedMemory.create(max(one.size_bytes for one in rank.layout.regions)) as memory:
+        rank.resume(dict.fromkeys(_regions_of(rank), memory))
+
+
+# Of a rank with a transfer of that id that grows, of which nothing is written yet.
+Growing = Callable[[Any, str], None]
+OF_GROWING: dict[str, tuple[Code, Growing]] = {
+    "more than all is ready": (INVALID, lambda rank, name: rank.ready(name, NUM_TOKENS + 1)),
+    "less than nothing is ready": (INVALID, lambda rank, name: rank.ready(name, -1)),
+    "blocks of another transfer": (
+        Code.TRANSFER_UNKNOWN, lambda rank, name: rank.add_blocks(f"{name} not", {}),
+    ),
+    "blocks of no group": (INVALID, lambda rank, name: rank.add_blocks(name, {"none": BlockList(ids=[0])})),
+    "blocks that there are not": (
+        INVALID, lambda rank, name: rank.add_blocks(name, _lists(rank, [1 << 20])),
+    ),
+    "blocks that leave some out": (INVALID, _add_with_a_gap),
+    "memory that is none": (
+        Code.REGION_INVALID, lambda rank, name: rank.resume(dict.fromkeys(_regions_of(rank))),
+    ),
+    "its memory again": (Code.OUT_OF_PLACE, _resume_awake),
+}  # fmt: skip
+
+
+class Stranger(NamedTuple):
+    """What a process offers that wants to be a rank of an engine which has all of its own."""
+
+    spec: EngineSpec
+    layout: RankLayout
+    regions: Any
+
+
+def _of_spec(**changed: Any) -> Callable[[Stranger], Stranger]:
+    return lambda right: right._replace(spec=replace(right.spec, **changed))
+
+
+def _of_layout(change: Callable[[Any], dict[str, Any]]) -> Callable[[Stranger], Stranger]:
+    return lambda right: right._replace(layout=replace(right.layout, **change(right.layout)))
+
+
+def _with_sizes(by: int) -> Callable[[Any], dict[str, Any]]:
+    def change(layout: Any) -> dict[str, Any]:
+        return {"regions": tuple(replace(one, size_bytes=one.size_bytes + by) for one in layout.regions)}
+
+    return change
+
+
+def _with_small_regions(layout: Any) -> dict[str, Any]:
+    return {"regions": tuple(replace(one, size_bytes=1) for one in layout.regions)}
+
+
+OF_REGISTRATIONS: dict[str, tuple[Code, Callable[[Stranger], Stranger]]] = {
+    "a rank that is there": (Code.RANK_TAKEN, lambda right: right),
+    "a rank past the last": (Code.RANK_INVALID, _of_spec(tp_rank=100)),
+    "a size that is none": (Code.RANK_INVALID, _of_spec(tp_size=0)),
+    "a name that is none": (Code.RANK_INVALID, _of_spec(engine_id="")),
+    "more layers": (Code.SHAPE_MISMATCH, lambda right: _of_spec(num_layers=right.spec.num_layers + 1)(right)),
+    "a region that is missing": (
+        Code.REGION_INVALID, lambda right: right._replace(regions=dict([*right.regions.items()][1:])),
+    ),
+    "a region more": (
+        Code.REGION_INVALID,
+        lambda right: right._replace(regions={**right.regions, "more": next(iter(right.regions.values()))}),
+    ),
+    "a region that is larger than its memory": (Code.REGION_TOO_SMALL, _of_layout(_with_sizes(1 << 30))),
+    "regions that are smaller than their tensors": (Code.LAYOUT_INVALID, _of_layout(_with_small_regions)),
+}  # fmt: skip
 
 
 class Blunders:
@@ -80,24 +239,28 @@ class Blunders:
 
     def check(self) -> None:
         """Some wrong calls of a source and of a sink are refused; its process goes on."""
-        rng, source, sink = (
-            self._rng,
-            self._rng.choice(self._world.sources),
-            self._rng.choice(self._world.sinks),
-        )
+        rng, world = self._rng, self._world
+        source, sink = rng.choice(world.sources), rng.choice(world.sinks)
         if (transfer := source.publish(2)) is None:
             return
+        can_grow = [one.publisher for one in world.sources if one.shape.can_grow]
+        growing = [publisher for publisher in can_grow if publisher.spec is not None]
         transfer.lease_s = NUM_CALLS * ANSWER_S
         self._wait(lambda: transfer.ref is not None, ANSWER_S)
         for _ in range(NUM_CALLS):
-            if rng.random() < 0.3:
-                self._check(source.publisher, transfer, "publish", OF_BOTH)
+            drawn = rng.random()
+            if drawn < 0.3:
+                self._check_call(source.publisher, transfer, "publish", OF_BOTH | OF_PUBLISHES)
+            elif drawn < 0.8:
+                self._check_call(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS)
+            elif drawn < 0.9 or not growing:
+                self._check_registration(rng.choice([*source.ranks, *sink.ranks]))
             else:
-                self._check(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS)
+                self._check_growing(rng.choice(growing))
         transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
         self._wait(lambda: bool(transfer.released), ANSWER_S)  # what follows needs its blocks
 
-    def _check(self, worker: Worker, transfer: Transfer, what: str, wrong: Wrong) -> None:
+    def _check_call(self, worker: Worker, transfer: Transfer, what: str, wrong: Wrong) -> None:
         name = self._rng.choice(sorted(wrong))
         code, change = wrong[name]
         deployment = worker.engine.shape.deployment
@@ -108,23 +271,85 @@ class Blunders:
         if what == "pull":
             assert worker.shape is not None
             lists = own_lists(worker.shape.layout, lists)
-        if (call := change(Call(transfer.ref, lists))) is None:
-            return
-        answers: list[object] = []
-        self._world.tell("blunder", f"{worker.name} calls {what} with {name}")
-        worker.do(partial(self._run, worker, what, call, answers))
-        if not self._wait(lambda: bool(answers), ANSWER_S) or answers != [code]:
-            raise Violation(Check.REFUSED, f"{worker.name} calls {what} with {name}: {answers}, not {code}")
+        if (call := change(Call(transfer.ref, lists))) is not None:
+            self._expect(
+                code, f"{worker.name} calls {what} with {name}", partial(self._call, worker, what, call)
+            )
 
-    def _run(self, worker: Worker, what: str, call: Call, answers: list[object]) -> None:
-        handle: Any = worker.handle
-        try:
-            if what == "pull":
-                made = handle.pull(call.ref, call.lists, call.num_tokens, call.seconds).number
+    def _expect(self, code: Code, what: str, make: Callable[[list[object]], None]) -> None:
+        """What is called is refused with its code, and with nothing more."""
+        answers: list[object] = []
+        self._world.tell("blunder", what)
+        make(answers)
+        if not self._wait(lambda: bool(answers), ANSWER_S) or answers != [code]:
+            raise Violation(Check.REFUSED, f"{what}: {answers}, not {code}")
+
+    def _call(self, worker: Worker, what: str, call: Call, answers: list[object]) -> None:
+        def run() -> None:
+            handle: Any = worker.handle
+            made: Any = f"wrong{self._world.take_number()}"
+            try:
+                if what == "pull":
+                    made = handle.pull(
+                        call.ref, call.lists, call.num_tokens, call.seconds, **call.more
+                    ).number
+                else:
+                    named = {"transfer_id": made, "lease_s": call.seconds} | call.more
+                    handle.publish(blocks=call.lists, num_tokens=call.num_tokens, **named)
+            except KvxferdError as error:
+                answers.append(error.code)
             else:
+                worker.answers[made] = answers
+
+        worker.do(run)
+
+    def _check_growing(self, worker: Worker) -> None:
+        """A rank that publishes what it has not written yet makes a wrong call about that."""
+        name = self._rng.choice(sorted(OF_GROWING))
+        code, act = OF_GROWING[name]
+
+        def make(answers: list[object]) -> None:
+            def run() -> None:
+                handle: Any = worker.handle
                 made = f"wrong{self._world.take_number()}"
-                handle.publish(made, call.lists, call.num_tokens, lease_s=call.seconds)
-        except KvxferdError as error:
-            answers.append(error.code)
-        else:
-            worker.answers[made] = answers
+                ref = handle.publish(made, {}, NUM_TOKENS, ready_tokens=0)
+                try:
+                    act(handle, made)
+                except KvxferdError as error:
+                    answers.append(error.code)
+                    handle.unpublish(ref)
+                else:
+                    worker.answers[made] = answers
+
+            worker.do(run)
+
+        self._expect(code, f"{worker.name} says {name}", make)
+
+    def _check_registration(self, worker: Worker) -> None:
+        """A process cannot take the place of a rank, nor one beside it."""
+        if worker.shape is None or worker.spec is None or worker.engine.shape.memory is not MemoryKind.SHARED:
+            return
+        if len(set(worker.engine.shape.nodes)) > 1:
+            return  # its home decides, and the daemon asks again for a while
+        is_others = self._rng.random() < 0.2
+        name = self._rng.choice(sorted(OF_REGISTRATIONS))
+        code, change = OF_REGISTRATIONS[name]
+        if is_others:
+            name, code, change = "a rank of another user", Code.NOT_ALLOWED, lambda right: right
+        spec, shape = worker.spec, worker.shape
+
+        def make(answers: list[object]) -> None:
+            def run() -> None:
+                store = Store(shape, MemoryKind.SHARED)
+                offered = change(Stranger(spec, shape.layout, store.regions))
+                try:
+                    with client.connect(self._world.socket_of(worker.node), timeout_s=5.0) as made:
+                        made.register(offered.spec, offered.layout, offered.regions, timeout_s=ANSWER_S)
+                    answers.append("registered")
+                except KvxferdError as error:
+                    answers.append(error.code)
+
+            uid = STRANGER if is_others else worker.engine.shape.uid
+            self._world.kernel.spawn(f"stranger at {worker.node}", run, uid=uid)
+
+        self._expect(code, f"a process wants to be {worker.name} with {name}", make)

@@ -116,7 +116,9 @@ class Transfer:
     is_listed: bool = True  # a scheduler has added all its blocks
     is_whole: bool = False  # so have all ranks
     whole_at: float = 0.0
-    is_withdrawn: bool = False  # its engine has unpublished it
+    is_withdrawn: bool = False  # its engine has unpublished it, or an operator has cancelled it
+    is_cancelled: bool = False  # by an operator
+    is_of_liar: bool = False  # a node that lies publishes it, or reads it
     is_unheard: bool = False  # it ended, maybe before any daemon had it
     delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation
     abandoned: set[str] = field(default_factory=set)
@@ -372,6 +374,7 @@ class Worker:
         self._commands: deque[Callable[[], None]] = deque()
         self._task: Task | None = None
         self.stream_ends = 0.0  # when its GPU has done what was launched
+        self._connected_at = 0.0  # since when a daemon takes its requests
         self._polled_at = 0.0  # what it hears next has come since then
         self._num_fds = 0  # that it had before it had a session
         self.process: Process = self.world.kernel.spawn(self.name, self._run, uid=engine.shape.uid)
@@ -475,6 +478,8 @@ class Worker:
             for event in self.handle.poll():
                 self._handle(event)
             self._polled_at = self.world.kernel.now
+            if not self.handle.is_connected:
+                self._connected_at = self._polled_at
             self.check_memory()
             if not self._commands:
                 self.world.kernel.wait(((self.handle.fileno(), select.EPOLLIN),), None)
@@ -489,11 +494,14 @@ class Worker:
             if self.spec is None:
                 self.handle = connected.attach(self.engine.shape.name, self.generation, timeout_s=5.0)
             else:
-                self.store = self.store or self._new_store()
+                self.store = self._new_store()
                 self.handle = self._register_rank(connected, self.spec, self.store)
         except (KvxferdError, OSError) as error:
             self.tell(f"is not registered: {error}")
             connected.close()
+            if self.store is not None:  # a mover that the daemon had bound may have it for a while
+                self.graves.append(self.store)
+                self.store = None
             return False
         return True
 
@@ -592,6 +600,7 @@ class Worker:
         if transfer.is_over or not self.is_ready:
             return
         assert self.handle is not None
+        self._extends(transfer)
         try:
             if transfer.parts[number]:
                 self.handle.add_blocks(transfer.transfer_id, transfer.parts[number])
@@ -605,6 +614,10 @@ class Worker:
         else:
             transfer.is_listed = True
             self._look_whether_whole(transfer)
+
+    def _extends(self, transfer: Transfer) -> None:
+        if self.world.planned_at_extend:
+            self.world.planned_at_extend.pop(0)(transfer)
 
     def report_later(self, transfer: Transfer, number: int) -> None:
         """Write the next tokens of a transfer some time later, and report it."""
@@ -621,6 +634,8 @@ class Worker:
         is_publisher = self is transfer.publisher
         assert isinstance(self.handle, client.RankHandle)
         parts = transfer.parts[number] if is_publisher else {}
+        if parts:
+            self._extends(transfer)
         try:
             if parts and self.world.rng.random() < 0.3:
                 self.handle.add_blocks(transfer.transfer_id, parts)
@@ -661,6 +676,10 @@ class Worker:
         transfer.is_withdrawn = True
         self.handle.unpublish(transfer.ref)
         self.tell(f"unpublishes {transfer.transfer_id}")
+        self.expect_withdrawn(transfer)
+
+    def expect_withdrawn(self, transfer: Transfer) -> None:
+        """A transfer that is withdrawn ends."""
         self.world.expectations.expect(
             Check.WITHDRAWN,
             f"{transfer.transfer_id} of {self.name} is withdrawn, and lives",
@@ -698,6 +717,8 @@ class Worker:
             now = self.world.kernel.now
             if parties():
                 return
+            if transfer.is_of_liar:
+                return
             if transfer.is_prepared(now) or any(not pull.ended for pull in transfer.pulls):
                 self.world.after(1.0, look)
                 return
@@ -722,6 +743,11 @@ class Worker:
         """Whether a daemon takes its requests."""
         return self.handle is not None and self.handle.is_connected
 
+    @property
+    def _is_newly_connected(self) -> bool:
+        """Whether what it has asked for may wait for a daemon to take it."""
+        return not self.is_connected or self.world.kernel.now < self._connected_at + REFUSED_S
+
     def _expect_few(self, what: str, count: Callable[[], int]) -> None:
         """Of what this process has asked for too much is refused."""
         if self.world.traits.has_low_limits:
@@ -730,8 +756,7 @@ class Worker:
                 f"{self.name} has more {what} than {LOW_LIMIT}",
                 (self, *self.world.node_names),
                 REFUSED_S,
-                # What waits for a daemon to take it does not count yet.
-                lambda: count() <= LOW_LIMIT or not self.is_alive or not self.is_connected,
+                lambda: count() <= LOW_LIMIT or not self.is_alive or self._is_newly_connected,
             )
 
     def _expect_own_release(self, transfer: Transfer) -> None:
@@ -776,7 +801,7 @@ class Worker:
         if not refusal:
             self.world.heard[self.node].released(self.engine.shape.name, transfer_id, why)
             self.world.reasons.check_released(self, transfer, why)
-        if why in (Code.COMPLETED, Code.ABANDONED):
+        if why in (Code.COMPLETED, Code.ABANDONED) and not transfer.is_of_liar:
             self._check_readers(transfer, why)
         # A process that has come in the place of one of them never had its blocks.
         over = transfer.workers if self is transfer.publisher else [self] if self in transfer.workers else []
@@ -893,7 +918,7 @@ class Worker:
             pull.ended = "refused"
             self.store.take_back(lists)
             return
-        if not wanted.attempts:
+        if not wanted.attempts and not transfer.is_of_liar:
             world.wanted.append(wanted)
         wanted.attempts += 1
         self.pulls[pull.ticket.number] = pull
@@ -1050,7 +1075,7 @@ class Worker:
         self.tell(_text(event))
         made = getattr(event, "transfer_id", "") or getattr(getattr(event, "ticket", None), "number", "")
         if (answers := self.answers.get(made)) is not None:
-            answers.append(getattr(event, "code", event))
+            answers.append(event.why if isinstance(event, client.Released) else getattr(event, "code", event))
             if isinstance(event, client.Failed):
                 self._note_end(event)
             return
@@ -1102,7 +1127,7 @@ class Worker:
         else:
             self._free(pull)
         wanted = pull.wanted
-        if how != "delivered" and wanted.attempts < MAX_ATTEMPTS:
+        if how != "delivered" and wanted.attempts < MAX_ATTEMPTS and not pull.transfer.is_of_liar:
             # At rest as a patient engine does it: when a busy source has said.
             delay_s = 1.0 if world.fabric.is_hurried else world.rng.choice((0.01, 0.2, 1.0))
             deadline_s = PATIENT_S if world.fabric.is_hurried else None
@@ -1132,6 +1157,8 @@ class Worker:
             self.world.violate(
                 Check.BEFORE_KERNELS, f"pull {ticket} of {self.name} has read into used blocks"
             )
+        if pull.transfer.is_of_liar:
+            return
         if wrong := self.store.wrong(pull.lists, pull.transfer.number, pull.transfer.num_tokens):
             self.world.violate(Check.RIGHT_BYTES, f"pull {ticket} of {self.name}: {wrong}")
         self._check_bytes(pull, event)

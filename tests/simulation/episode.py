@@ -19,6 +19,7 @@ from tests.simulation.fabric import Pace
 from tests.simulation.faults import Fault, Faults, draw_faults
 from tests.simulation.history import HISTORY
 from tests.simulation.kernel import SimulationError
+from tests.simulation.liars import NAME, Liar
 from tests.simulation.shapes import draw_deployment, draw_model
 from tests.simulation.store import MemoryKind
 from tests.simulation.world import LOW_NUMBERS, SMALL_NUMBERS, Traits, World
@@ -38,7 +39,7 @@ SETTLE_S, SETTLE_LOOK_S = 20.0, 2.0  # for movers that end, and spare ones that 
 REPLY_S = 5.0
 TRAFFIC_S = (0.002, 0.01, 0.03, 0.3)
 NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
-LOST_NODE_SHARE, HARDSHIP_SHARE, BLUNDERS_SHARE = 0.1, 0.3, 0.3  # of the episodes
+LOST_NODE_SHARE, HARDSHIP_SHARE, BLUNDERS_SHARE = 0.1, 0.3, 0.5  # of the episodes
 
 
 class Size(msgspec.Struct, frozen=True):
@@ -111,6 +112,7 @@ def _draw_traits(rng: random.Random) -> Traits:
         io_bytes=rng.choice((0, 0, 0, 100)),
         frame_fds=rng.choice((0, 0, 0, 3)),
         placement=rng.choice(("auto", "direct", "staged", "staged")),
+        lies_share=rng.choice((0.0, 0.0, 0.0, 0.02, 0.1)),
         link_bytes=rng.choice((0, 0, 2000)),
         is_far=rng.random() < 0.15,
         staging_bytes=rng.choice((256 << 20, 256 << 20, 0, CHUNK_BYTES)),
@@ -132,6 +134,7 @@ class Episode:
         for fault in plan.faults:
             self._by_pull.setdefault(fault.pull, []).append(fault)
         self._num_pulls = 0
+        self._liar: Liar | None = None
         shapes = self._draw_engines(names)
         self.world = World(self.rng.getrandbits(64), plan.traits, names, shapes, keeps_story)
         self.world.on_pull = self._pull_started
@@ -145,7 +148,7 @@ class Episode:
 
     def _draw_engines(self, names: list[str]) -> list[EngineShape]:
         rng = self.rng
-        model = draw_model(rng)
+        model = self._model = draw_model(rng)
         shapes = []
         for number, name in enumerate(self.plan.engines):
             deployment = draw_deployment(rng, model, name)
@@ -192,13 +195,20 @@ class Episode:
         return result
 
     def _run(self) -> None:
+        if share := self.plan.traits.lies_share:
+            self.world.start_daemon(NAME)
+            self._liar = Liar(self.world, self.rng, self._model, share)
         self._wait_ready()
         self._wait(lambda: False, BEGIN_S)
         self.audit.begin()
+        if self._liar is not None:
+            self._liar.begin()
         self._traffic()
         self._wait(lambda: self._num_pulls >= self.plan.max_pulls, 600.0)
         self._faults.is_over = True
         self._faults.heal()
+        if self._liar is not None:
+            self._liar.end()
         self.world.fabric.hurry()
         self._rest()
         self._after()
@@ -282,6 +292,8 @@ class Episode:
         self._wait(lambda: False, IDLE_S)
         for one in processes:
             most = MAX_DAEMON_WAKES if one.name in self.world.node_names else MAX_WAKES
+            if self._liar is not None:
+                most *= 2  # its address is tried for a while
             if (number := one.num_wakes - before[one]) > (MAX_MOVER_WAKES if " mover " in one.name else most):
                 raise Violation(Check.IDLE, f"{one.name} wakes {number} times in {IDLE_S:g} s at rest")
 

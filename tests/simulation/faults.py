@@ -11,11 +11,11 @@ import msgspec
 
 from kvxferd.core.ranks.local_ranks import REBIND_AFTER_S
 from kvxferd.daemon import STOP_S
-from tests.simulation.audit import Operator
 from tests.simulation.checks import Check
 from tests.simulation.engine import Engine, Pull, Transfer, Worker
 from tests.simulation.fabric import Moment, SimTransport
 from tests.simulation.kernel import MAX_FD, Process
+from tests.simulation.operators import Operator
 from tests.simulation.world import DRAIN_S, PlannedMessage
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ KINDS = {
     "no-threads": 1, "no-processes": 1, "drain": 2, "send-elsewhere": 2, "kill-daemon-at-read": 2,
     "lose-daemon-in-doubt": 3, "cut-worker-at-read": 2,
     "stop-daemon-at-read": 2, "sleep-before-mover": 1, "republish": 1,
-    "sleep-at-registering": 1,
+    "sleep-at-registering": 1, "operator-cancels-transfer": 2, "operator-cancels-pull": 2, "drop-peer": 1,
+    "disown": 1, "kill-member-at-extend": 1,
 }  # fmt: skip
 RARE_MESSAGES = (  # of which one lost at random would seldom be
     "GrantReply", "RenewGrants", "GrantsRenewed", "ReleaseGrant", "Acknowledge",
@@ -173,6 +174,18 @@ class Faults:
         living = [name for name in members if not self._world.daemons[name].is_dead]
         self._kill_daemon_of(rng, "kill-member", self._pick(living), (0.01, 0.1, 1.0))
 
+    def _kill_member_at_extend(self, rng: random.Random) -> None:
+        """A rank dies as its engine's publisher adds blocks to a transfer, which ends."""
+
+        def kill(transfer: Transfer) -> None:
+            engine = transfer.publisher.engine
+            others = [number for number, rank in enumerate(engine.ranks) if rank is not transfer.publisher]
+            if not self.is_over and engine.is_up and (number := self._pick(others)) is not None:
+                self._strike("kill-member-at-extend", engine.ranks[number].name, 0.0, *engine.shape.nodes)
+                self._world.after(rng.choice((0.0, 0.0001)), engine.replace_rank, number)
+
+        self._world.planned_at_extend.append(kill)
+
     def _drain(self, rng: random.Random) -> None:
         """A daemon takes nothing new, and ends when nothing is left, or after a while; another is started."""
         if (name := self._pick(self._living_nodes())) is None:
@@ -193,7 +206,7 @@ class Faults:
             world.expectations.expect(Check.DRAINED, text, parties, within_s, lambda: daemon.is_dead)
 
         daemon.on_death.append(ended)
-        Operator(world).drain(name, begun)
+        Operator(world).post(name, "/v1/drain", begun)
 
     def _reuse_address(self, rng: random.Random) -> None:
         """A daemon is away, and the daemon of another node answers at its address."""
@@ -267,7 +280,7 @@ class Faults:
         nodes = {w.process: w.node for engine in self._world.engines for w in engine.workers}
         name = mover.process.name.split()[0]
         return nodes.get(mover.process) or (
-            name if name in self._world.daemons else self._world.node_names[0]
+            name if name in self._world.node_names else self._world.node_names[0]
         )
 
     def _kill_daemon_of(
@@ -553,6 +566,52 @@ class Faults:
         if (transfer := self._pick(live)) is not None:
             self._strike("unpublish", f"{transfer.transfer_id} of {transfer.publisher.name}", 0.0)
             transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
+
+    def _operator_cancels_transfer(self, rng: random.Random) -> None:
+        live = [
+            t for e in self._world.sources if e.is_ready for t in e.transfers.values() if t.ref is not None
+        ]
+        if (transfer := self._pick(live)) is None:
+            return
+        world, publisher = self._world, transfer.publisher
+        name, home = publisher.engine.shape.name, publisher.engine.shape.nodes[0]
+        self._strike("operator-cancels-transfer", f"{transfer.transfer_id} of {name}", 0.0)
+        transfer.is_withdrawn = transfer.is_cancelled = True
+        path = f"/v1/transfers/cancel?transfer_id={transfer.transfer_id}&engine_id={name}"
+        Operator(world).post(home, path, lambda: publisher.expect_withdrawn(transfer))
+
+    def _operator_cancels_pull(self, rng: random.Random) -> None:
+        def cancelled(pull: Pull) -> None:
+            self._world.expectations.disturb(0.0, pull.worker)
+            pull.is_cancelled = True
+
+        if (name := self._pick(self._living_nodes())) is not None and self._pulls():
+            self._strike("operator-cancels-pull", name, 0.0)
+            Operator(self._world).cancel_a_pull(name, rng.getrandbits(32), cancelled)
+
+    def _drop_peer(self, rng: random.Random) -> None:
+        """An operator has a daemon forget a peer, with the requests to it."""
+        if self._world.daemons[self._node].is_dead:
+            return
+        one, other = self._two_nodes(rng)
+        self._strike("drop-peer", f"{other} at {one}", 0.0, one, other)
+        self._world.reasons.link_struck(self._world.host_of(one), self._world.host_of(other), 0.0)
+        Operator(self._world).post(one, f"/v1/peers/drop?endpoint={self._world.endpoint_of(other)}")
+
+    def _disown(self, rng: random.Random) -> None:
+        """An operator gives an engine's name to whoever registers next; its processes may just be gone.
+
+        One that has ranks on other nodes could not be started again while these are known.
+        """
+        of_one_node = [engine for engine in self._engines() if len(set(engine.shape.nodes)) == 1]
+        if (engine := self._pick(of_one_node)) is None:
+            return
+        name = engine.shape.name
+        self._strike("disown", name, 0.0, *engine.shape.nodes)
+        if rng.random() < 0.7:
+            engine.die()
+            self._world.after(rng.choice((0.01, 0.3)), self._revive, engine)
+        Operator(self._world).post(engine.shape.nodes[0], f"/v1/engines/disown?engine_id={name}")
 
     def _republish(self, rng: random.Random) -> None:
         """A publisher uses an id for other blocks, while its transfer lives or when it is over."""

@@ -70,6 +70,7 @@ class Network:
         self.wires: list[Wire] = []
         self.latencies_s: tuple[float, ...] = (5e-5, 2e-4, 1e-3)
         self.on_send: Callable[[Wire, bytes], float | None] = lambda wire, payload: 0.0
+        self.change: Callable[[str, bytes], bytes] = lambda sender, payload: payload  # what a host says
         self._severed: dict[frozenset[str], float] = {}  # by both hosts: until when nothing passes
         self.on_strike: Callable[[str, str, float], None] = lambda one, other, seconds: None  # hosts
         self.tell: Callable[[str], None] = lambda what: None
@@ -163,6 +164,7 @@ class Network:
         self.tell(f"{sender.process.name} sends {to.process.name} {name_of(payload)}")
         if delay_s is None:
             return  # lost, as where libzmq drops it
+        payload = self.change(sender.host, payload)
         arrival = max(way.last_arrival, self.kernel.now + self._latency() + delay_s)
         way.last_arrival = arrival
         way.wire.append((arrival, payload))

@@ -52,7 +52,7 @@ class Reasons:
         self.num_judged = self.num_excused = 0  # of failed pulls
         world.expectations.is_halted = self._is_halted
         world.kernel.on_strike = self.process_struck
-        world.network.on_strike = self._link_struck
+        world.network.on_strike = self.link_struck
         world.fabric.on_strike = self.process_struck
 
     # --- what was struck
@@ -61,14 +61,15 @@ class Reasons:
         """A fault strikes a process."""
         self._struck(lasting_s, self._root_of(process))
 
-    def _link_struck(self, one: str, other: str, lasting_s: float) -> None:
+    def link_struck(self, one: str, other: str, lasting_s: float) -> None:
+        """A fault strikes what joins two hosts."""
         self._struck(lasting_s, frozenset((one, other)))
 
     def _root_of(self, process: Process) -> Hashable:
         """Return a worker's process, or the node whose daemon has started it."""
         while process.parent is not None and process.parent is not self._world.kernel.host:
             process = process.parent
-        return ("daemon", process.name) if process.name in self._world.node_names else process
+        return ("daemon", process.name) if process.name in self._world.daemons else process
 
     def _parties(self, pull: Pull) -> set[Hashable]:
         """All whose faults may fail a pull: processes, daemons with their movers, links between them."""
@@ -102,6 +103,8 @@ class Reasons:
 
     def check_failed(self, pull: Pull, event: client.Failed) -> None:
         """A pull fails for a reason that there is."""
+        if pull.transfer.is_of_liar:
+            return
         why = self._without_reason(pull, event)
         if why:
             ticket = f"pull {event.ticket.number} of {pull.worker.name}"
@@ -126,8 +129,13 @@ class Reasons:
         is_kept = "cannot wait longer for" in event.message
         # Of a mover that stages: what earlier reads left in doubt, until it is replaced.
         has_doubts = "every buffer is in doubt" in event.message
+        is_dropped = "an operator dropped that peer" in event.message
+        if is_dropped:
+            code = Code.PEER_UNREACHABLE
         if (is_so := _NEEDS.get(code)) is not None and not is_so(self, pull) and not is_kept:
             return "nothing like it has happened"
+        if "transfer.max_hold_s" in event.message and not pull.is_progressive:
+            return "it waits for no source"
         self.num_judged += 1
         is_withdrawn = transfer.is_withdrawn or transfer.is_over or transfer.abandoned
         for worker in (transfer.publisher, pull.worker):  # a later generation has taken over
@@ -155,7 +163,7 @@ class Reasons:
 
     def expect_ready(self, pull: Pull) -> None:
         """A pull of what is whole ends soon, however far its deadline is."""
-        if not pull.transfer.is_whole or pull.ended:
+        if not pull.transfer.is_whole or pull.ended or pull.transfer.is_of_liar:
             return
         transfer, parties = pull.transfer, self._parties(pull)
 
@@ -238,8 +246,10 @@ class Reasons:
                 is_so = transfer.is_withdrawn
             case Code.PUBLISHER_GONE | Code.RANK_LOST | Code.SUSPENDED | Code.DAEMON_LOST | Code.RELEASED:
                 is_so = self.is_struck(life, {*processes, *daemons, *links})
+            case Code.CANCELLED:
+                is_so = transfer.is_cancelled
             case _:
-                is_so = why in (Code.COMPLETED, Code.ABANDONED, Code.CANCELLED)
+                is_so = why in (Code.COMPLETED, Code.ABANDONED)
         if not is_so:
             text = f"{transfer.transfer_id} of {worker.name} is released as {why}, and is not"
             self._world.violate(Check.RELEASE_REASON, text)

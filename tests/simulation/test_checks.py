@@ -40,6 +40,8 @@ MAX_SEEDS = 40
 KIND_OF = {
     Check.ID_ONCE: "republish",
     Check.DRAINED: "drain",
+    Check.OWN_TIMER: "lose-message",
+    Check.SILENT: "kill-daemon",
 }  # of all faults, where those that are drawn seldom meet the check
 FENCE_BYTES = 16
 

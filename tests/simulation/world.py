@@ -35,7 +35,7 @@ from kvxferd.memory import driver_registry
 from kvxferd.wire import block_id_parts, fd_batches, framing
 from tests.simulation import interposed, libzmq, network
 from tests.simulation.checks import Check, Expectations, Violation
-from tests.simulation.engine import LOW_LIMIT, MAX_HOLD_S, Engine, EngineShape, Pull, Wanted, Worker
+from tests.simulation.engine import LOW_LIMIT, MAX_HOLD_S, Engine, EngineShape, Pull, Transfer, Wanted, Worker
 from tests.simulation.fabric import Fabric, Moment, Pace, SimTransport
 from tests.simulation.history import Heard
 from tests.simulation.kernel import Kernel, Process
@@ -47,6 +47,7 @@ from tests.simulation.store import Store
 from tests.support.fake_driver import FakeDriver
 
 PORT = 9441
+OTHER_NODE = 98  # its place, where a node is none of those that are relied on
 REFUSED_S = 10.0  # so long a source is refused whose reads hang
 DYING_S = (0.05, 0.6, 4.0)  # after which a mover has ended that was killed in a call of its kernel
 COPY_S = (2e-5, 2e-4, 2e-3)  # that a copy of a GPU takes
@@ -128,6 +129,7 @@ class Traits:
     link_bytes: int = 0  # that are under way between two nodes; 0: as usual
     is_far: bool = False  # messages between nodes take long
     placement: str = "auto"  # of memory of a GPU
+    lies_share: float = 0.0  # of the messages of a node that lies; 0: there is none
     staging_bytes: int = 256 << 20  # of a daemon's movers, for covering reads
     has_low_limits: bool = False
     low_numbers: tuple[str, ...] = ()  # of LOW_NUMBERS
@@ -234,6 +236,7 @@ class World:
         self.planned_at = {moment: [] for moment in Moment}
         self.planned_in_doubt: list[Callable[[Worker], None]] = []  # to the ranks whose blocks next are so
         self.planned_messages: list[PlannedMessage] = []
+        self.planned_at_extend: list[Callable[[Transfer], None]] = []  # as a publisher next adds blocks
         self._numbers = 0
         self._started_at: dict[str, float] = {}
         self._install_log()
@@ -251,7 +254,7 @@ class World:
 
     def host_of(self, node: str) -> str:
         """Return a node's address."""
-        return f"10.0.0.{self.node_names.index(node) + 1}"
+        return f"10.0.0.{(self.node_names.index(node) if node in self.node_names else OTHER_NODE) + 1}"
 
     def endpoint_of(self, node: str) -> str:
         """Return where a node's daemon is reached."""
@@ -426,6 +429,7 @@ class World:
         """Forget what was to go wrong next."""
         self.planned_messages.clear()
         self.planned_in_doubt.clear()
+        self.planned_at_extend.clear()
         for planned in self.planned_at.values():
             planned.clear()
 

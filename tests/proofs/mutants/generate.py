@@ -22,7 +22,7 @@ from tests.simulation.rare_states import is_left_out
 # What the simulation runs and decides by.
 FOLDERS = ("core/", "client/", "mover/reads/", "mover/chunks/", "plan/", "wire/")
 # Statements with one of these words only log, count or show.
-SHOWN = ("log.", "phases_s", "metrics", "traceparent", "emit_record", "EmitRecord", "CountServed")
+SHOWN = ("log.", "phases_s", "metrics", "trace", "Trace", "emit_record", "EmitRecord", "CountServed")
 # Functions that only look, or show: without them the product does the same.
 LOOKING = ("check_integrity", "__repr__", "__str__")
 BOUNDARIES: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -56,7 +56,7 @@ def changes(tree: ast.AST) -> Iterator[Change]:
                 for index in range(len(values)):
                     left = values[:index] + values[index + 1 :]
                     yield Change("missing-check", line, _set(node, "values", left))
-            case ast.If(test=test, lineno=line) if not _is_shown(node.body[0]):
+            case ast.If(test=test, lineno=line) if not (_is_shown(test) or _is_shown(node.body[0])):
                 yield Change("missing-check", line, _set(node, "test", ast.UnaryOp(ast.Not(), test)))
 
 
@@ -95,7 +95,7 @@ def _calls(node: ast.stmt) -> bool:
     return any(isinstance(one, ast.Call) for one in ast.walk(node))
 
 
-def _is_shown(node: ast.stmt) -> bool:
+def _is_shown(node: ast.AST) -> bool:
     return any(word in ast.unparse(node) for word in SHOWN)
 
 

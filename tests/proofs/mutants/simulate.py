@@ -78,6 +78,8 @@ def _simulate_once(mutant: Mutant, seed: int, max_faults: int) -> tuple[Outcome,
     except subprocess.TimeoutExpired as error:
         return Outcome(mutant, None, f"hangs: no violation in {error.timeout:g} s of seed {seed}"), None
     lines = done.stdout.splitlines()
+    if not lines and "Error: " in done.stderr:  # the mutant cannot be loaded
+        return Outcome(mutant, 1, f"caught at once: {done.stderr.splitlines()[-1]}"), None
     if not lines:
         return Outcome(mutant, None, f"ends: seed {seed}: {done.stderr[-2000:]}"), None
     told = json.loads(lines[-1])

@@ -105,6 +105,12 @@ def test_regions_that_cannot_be_exported(
     assert refused.value.code is code
 
 
+def test_a_region_without_memory_is_refused_by_its_name() -> None:
+    with pytest.raises(EngineError, match="region 'a' of None") as refused:
+        export_memory(layout_of(a=UNIT), {"a": None})  # type: ignore[dict-item]
+    assert refused.value.code is Code.REGION_INVALID
+
+
 def test_plain_memory_leads_to_a_resident_mover(driver: FakeDriver) -> None:
     address = driver.allocate_plain(UUID, UNIT)
     with pytest.raises(DeviceError) as raised:

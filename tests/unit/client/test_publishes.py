@@ -172,8 +172,9 @@ def test_the_reference_is_there_before_the_publish(stage: Stage) -> None:
     assert ref == rank.publish("req-1", blocks(), num_tokens=48, nonce=ref.nonce)
     assert stage.side.expect(worker.Publish).nonce == ref.nonce
     assert rank.reference("req-2").nonce != rank.reference("req-2").nonce
-    with pytest.raises(EngineError, match="nonce of 5 characters"):
+    with pytest.raises(EngineError, match="nonce of 5 characters") as refused:
         rank.reference("req-2", nonce="short")
+    assert refused.value.code is Code.BAD_REQUEST
     rank.close()
     with pytest.raises(KvxferdError, match="the session is over"):
         rank.reference("req-2")

@@ -1,0 +1,99 @@
+"""Operators: processes that send requests to the control sockets of daemons."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.simulation.engine import Pull
+    from tests.simulation.world import World
+
+REPLY_S = 5.0
+TRANSFERS = "/v1/transfers"
+_POLLIN = 1
+
+
+class Operator:
+    """A process that sends requests to control sockets."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.replies: dict[tuple[str, str], bytes] = {}  # by node and path
+        self.num_left = 0
+
+    def ask(self, node: str, path: str) -> None:
+        """Start a process that gets a path from a node's daemon."""
+        self.num_left += 1
+        self._spawn(node, lambda: self._run(node, "GET", path))
+
+    def post(self, node: str, path: str, then: Callable[[], None] = lambda: None) -> None:
+        """Start a process that tells a node's daemon something; `then` is called once that has replied."""
+
+        def run() -> None:
+            with suppress(OSError):
+                self._run(node, "POST", path)
+                then()
+
+        self._spawn(node, run)
+
+    def cancel_a_pull(self, node: str, seed: int, cancelled: Callable[[Pull], None]) -> None:
+        """Start a process that looks at the pulls of a node, and cancels one."""
+
+        def run() -> None:
+            with suppress(OSError):
+                self.num_left += 1
+                self._run(node, "GET", TRANSFERS)
+                pulls = json.loads(self.replies[node, TRANSFERS])["pulls"]
+                if pulls:
+                    shown = pulls[seed % len(pulls)]
+                    for pull in self._world.open_pulls:
+                        if _is_shown_as(pull, shown):
+                            cancelled(pull)
+                    self._run(node, "POST", f"/v1/pulls/cancel?pull={shown['pull']}")
+
+        self._spawn(node, run)
+
+    def _spawn(self, node: str, run: Callable[[], None]) -> None:
+        self._world.kernel.spawn(f"operator of {node}", run, uid=os.geteuid())
+
+    def _run(self, node: str, method: str, path: str) -> None:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(self._world.directory / node / "control.sock"))
+            sock.setblocking(False)
+            sock.send(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            self.replies[node, path] = self._receive(sock)
+        self.num_left -= method == "GET"
+
+    def _receive(self, sock: socket.socket) -> bytes:
+        """Return a reply's body."""
+        got = b""
+        while True:
+            head, end, body = got.partition(b"\r\n\r\n")
+            if end:
+                (size,) = [
+                    line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
+                ]
+                if len(body) >= int(size.split(b":")[1]):
+                    return body
+            if not self._world.kernel.wait(((sock.fileno(), _POLLIN),), REPLY_S):
+                raise TimeoutError("a daemon does not reply to its operator")
+            if not (more := sock.recv(1 << 20)):
+                raise ConnectionResetError("a daemon does not reply to its operator")
+            got += more
+
+
+def _is_shown_as(pull: Pull, shown: dict[str, Any]) -> bool:
+    """Whether a row of `/v1/transfers` is that pull, or one like it."""
+    assert pull.worker.spec is not None
+    names = (
+        pull.transfer.transfer_id,
+        pull.transfer.publisher.engine.shape.name,
+        pull.worker.engine.shape.name,
+    )
+    rank = (pull.worker.spec.pp_rank, pull.worker.spec.tp_rank)
+    return (shown["transfer_id"], shown["source"], shown["sink"], tuple(shown["rank"])) == (*names, rank)
