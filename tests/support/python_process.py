@@ -27,8 +27,6 @@ def run_python(
     )
 
 
-def run_kvxferd(
-    *arguments: str | Path, timeout_s: float = 60, **environ: str
-) -> subprocess.CompletedProcess[str]:
+def run_kvxferd(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run `kvxferd ARGUMENTS` with this addition to the environment."""
     return run_python("-m", "kvxferd.cli", *arguments, env=os.environ | environ, timeout_s=60)

@@ -16,18 +16,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.support.vllm_servers.completions import ASK_FOR_PREFILL
+
 HOST = "127.0.0.1"
 LIMIT_S = 60.0
 PREFILLER_HEADER = "x-prefiller-host-port"
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
-PREFILL_PARAMS: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 @dataclass(frozen=True)
@@ -118,7 +112,7 @@ class VllmProxy(HttpService):
         sent = {"X-Request-Id": str(uuid.uuid4()), "Authorization": "Bearer None"}
         dropped = ("stream_options", "min_tokens", "min_completion_tokens")
         wanted = {name: value for name, value in body.items() if name not in dropped}
-        wanted |= {"kv_transfer_params": PREFILL_PARAMS, "stream": False, "max_tokens": 1}
+        wanted |= {"kv_transfer_params": ASK_FOR_PREFILL, "stream": False, "max_tokens": 1}
         if "max_completion_tokens" in body:
             wanted["max_completion_tokens"] = 1
         prefilled = post(self.prefill[turn % len(self.prefill)], path, wanted, sent)
@@ -144,7 +138,7 @@ class LlmdSidecar(HttpService):
             return post(self.decode, path, body)
         sent = {"x-request-id": str(uuid.uuid4())}
         wanted = {name: value for name, value in body.items() if name != "stream_options"}
-        wanted |= {"kv_transfer_params": PREFILL_PARAMS, "stream": False, **dict.fromkeys(TOKEN_LIMITS, 1)}
+        wanted |= {"kv_transfer_params": ASK_FOR_PREFILL, "stream": False, **dict.fromkeys(TOKEN_LIMITS, 1)}
         prefilled = post(f"http://{prefiller}", path, wanted, sent)
         if not 200 <= prefilled.status < 300:
             return Answer(prefilled.status, "text/plain", "")

@@ -75,17 +75,11 @@ class Pair:
 
     def outcomes(self, pulls: list[Pull], limit_s: float) -> list[str]:
         """How each ended: "delivered" with the right bytes, or the code of its failure."""
-        began, ends = time.monotonic(), dict[int, str]()
-        while len(ends) < len(pulls):
-            event = self.sink.next_event(max(0.0, began + limit_s - time.monotonic()))
-            assert event is not None, "a pull hangs"
-            name, fields = event
-            if name in ("Delivered", "Failed"):
-                ends[fields["ticket"]] = "delivered" if name == "Delivered" else str(fields["code"])
+        ends = self.sink.end_of_all([ticket for _, ticket in pulls], limit_s)
         for made, ticket in pulls:
-            if ends[ticket] == "delivered":
+            if ends[ticket][0] == "Delivered":
                 assert self.sink.num_wrong(made.request, made.ids, TOKENS) == 0
-        return [ends[ticket] for _, ticket in pulls]
+        return [str(ends[ticket][1].get("code", "delivered")) for _, ticket in pulls]
 
     def deliver(self) -> None:
         assert self.outcomes([self.pull(20.0)], 25.0) == ["delivered"]

@@ -6,12 +6,14 @@ and movers. promtool's tests have every rule, over series that are made up.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import math
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -20,7 +22,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.nodes.daemon import Daemon, UnreadLog
+from kvxferd.tooling.control_client import ControlClient
+from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankProcess, ranks_of
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
@@ -218,6 +221,22 @@ def test_a_mover_in_doubt(watched: Watched, fleet: Fleet, prometheus: Prometheus
     finally:
         os.kill(mover, signal.SIGCONT)
     prometheus.await_clear("KvxferdQuarantineStays", instance=node)
+
+
+class UnreadLog(Daemon):
+    """Its log goes to a pipe of one page, some ten lines, that nobody reads."""
+
+    def start(self) -> None:
+        self.reading, writing = os.pipe()
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+        self._process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
+        os.close(writing)
+        self.control = ControlClient(str(self.directory / "control.sock"))
+
+    @property
+    def is_ready(self) -> bool:
+        assert self.exit_code is None
+        return Path(self.control.socket_path).exists() and self.control.request("GET", "/readyz")[0] == 200
 
 
 def test_a_log_that_is_not_read(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -17,7 +16,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 from kvxferd.errors import KvxferdError
-from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.daemon_process import DaemonProcess
 from tests.support.nodes.processes import children, descendants, holds, lives, maps
 from tests.support.nodes.waiting import comes_true, wait_until
@@ -225,19 +223,3 @@ def _shared_memory(daemon: Daemon) -> list[Path]:
     """The files of its movers, which UCX unlinks as soon as it has opened them."""
     directories = [Path(f"/dev/shm/kvxferd-movers-{pid}") for pid in children(daemon.pid)]
     return [path for directory in directories for path in directory.glob("*")]
-
-
-class UnreadLog(Daemon):
-    """Its log goes to a pipe of one page, some ten lines, that nobody reads."""
-
-    def start(self) -> None:
-        self.reading, writing = os.pipe()
-        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-        self._process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
-        os.close(writing)
-        self.control = ControlClient(str(self.directory / "control.sock"))
-
-    @property
-    def is_ready(self) -> bool:
-        assert self.exit_code is None
-        return Path(self.control.socket_path).exists() and self.control.request("GET", "/readyz")[0] == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,13 @@ class RankProcess:
                 return name, fields
         raise AssertionError(f"ticket {ticket} never ended")
 
-    def end_of_all(self, tickets: Sequence[int]) -> dict[int, tuple[str, dict[str, Any]]]:
+    def end_of_all(
+        self, tickets: Sequence[int], limit_s: float = 30.0
+    ) -> dict[int, tuple[str, dict[str, Any]]]:
         """The terminal event of each ticket, in whatever order they come; others are dropped."""
         ends: dict[int, tuple[str, dict[str, Any]]] = {}
-        while len(ends) < len(tickets) and (event := self.next_event()) is not None:
+        end = time.monotonic() + limit_s
+        while len(ends) < len(tickets) and (event := self.next_event(end - time.monotonic())) is not None:
             if event[0] in ("Delivered", "Failed") and event[1]["ticket"] in tickets:
                 ends[event[1]["ticket"]] = event
         assert len(ends) == len(tickets), f"of tickets {tickets} ended {ends}"

@@ -18,10 +18,22 @@ from kvxferd.telemetry.traces.spans import Span, TracedRecord, spans_of
 from kvxferd.telemetry.traces.tracer import MAX_BATCH, MAX_QUEUED, Tracer
 from kvxferd.wire.traceparent import span_id_for
 from tests.support.trace_receiver import TraceReceiver
-from tests.support.traced_records import OWN, PARENT, STARTED, TRACE, TRACEPARENT, pull_record
+
+TRACE, PARENT, OWN = "1" * 32, "a" * 16, "c" * 16
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+STARTED = 1_800_000_000.0
 
 phase_times = st.dictionaries(st.sampled_from(PHASES), st.floats(-1, 1e4))
 texts = st.text(max_size=40)
+
+
+def pull_record(**more: object) -> PullRecord:
+    fields: dict[str, object] = {
+        "pull": 1, "transfer_id": "t", "source": "p", "sink": "d", "rank": (0, 0), "outcome": "delivered",
+        "code": None, "message": "", "bytes": 4096, "runs": 8, "total_s": 2.0, "phases_s": {},
+        "started_at": STARTED, "ended_at": STARTED + 2.0, "traceparent": TRACEPARENT, "span_id": OWN,
+    }  # fmt: skip
+    return PullRecord(**(fields | more))  # type: ignore[arg-type]
 
 
 @st.composite
