@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.doctor_harness import examine
-from tests.support.tool_process import left_behind, start_tool, tool_directory
+from tests.support.tool_process import DEMO, left_behind, start_tool, tool_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LIMIT_S = 200
-DEMO = (
-    *("--prefill-tp", "2", "--prefill-pp", "1", "--prefill-block-tokens", "8"),
-    *("--decode-tp", "1", "--decode-block-tokens", "16"),
-    *("--layers", "2", "--heads", "2", "--head-dim", "16", "--requests", "3", "--tokens", "70"),
-)
 BENCH = (
     *("--measure", "throughput", "--shape", "qwen3-8b", "--size", "1M"),
     *("--transport", "cma"),

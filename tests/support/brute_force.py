@@ -7,7 +7,7 @@ plain loops, and keeps a dictionary from global coordinate to place.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 import numpy as np
 
@@ -113,21 +113,27 @@ def check_pull(
             _check_runs(runs[rank], written, bases(layout, 0), sources[rank], bases(remote[rank], i + 1))
     held = set().union(*theirs.values()) if theirs else set()
     groups = {(t.layer, t.component): t.group for t in layout.tensors}
-    expected = {region: np.zeros(array.shape, dtype=np.int64) for region, array in sink.items()}
+    arrived = check_arrived(sink, before, mine, held)
+    for coordinate in mine.keys() - held:
+        assert coordinate[3] != STATE, coordinate
+        assert not required[groups[coordinate[:2]]] <= coordinate[3] < num_tokens, coordinate
+    for region in sink:
+        assert (written[region] == arrived[region]).all()
+    return int(sum(array.sum() for array in written.values()))
+
+
+def check_arrived(
+    sink: Memory, before: Memory, mine: Mapping[Coordinate, Place], held: Set[Coordinate]
+) -> dict[RegionId, np.ndarray]:
+    """Assert that what the source held is in its places, and that no other byte has changed; return which."""
+    arrived = {region: np.zeros(len(content), dtype=bool) for region, content in sink.items()}
     for coordinate, (region, at) in mine.items():
         if coordinate in held:
-            expected[region][at] = 1
+            arrived[region][at] = True
             assert sink[region][at] == value(coordinate), coordinate
-        else:
-            token = coordinate[3]
-            first = required[groups[coordinate[:2]]]
-            assert token != STATE, coordinate
-            assert not first <= token < num_tokens, coordinate
-    for region in sink:
-        assert (written[region] == expected[region]).all()
-        untouched = expected[region] == 0
-        assert (sink[region][untouched] == before[region][untouched]).all()
-    return int(sum(array.sum() for array in written.values()))
+    for region, own in arrived.items():
+        assert (sink[region][~own] == before[region][~own]).all()
+    return arrived
 
 
 def read(runs: Runs, sink: Memory, sink_at: Bases, source: Memory, source_at: Bases) -> None:

@@ -15,6 +15,13 @@ from pathlib import Path
 from tests.support.nodes.processes import lives, started_with
 from tests.support.nodes.waiting import comes_true
 
+# A small demo's flags.
+DEMO = (
+    *("--prefill-tp", "2", "--prefill-pp", "1", "--prefill-block-tokens", "8"),
+    *("--decode-tp", "1", "--decode-block-tokens", "16"),
+    *("--layers", "2", "--heads", "2", "--head-dim", "16", "--requests", "3", "--tokens", "70"),
+)
+
 
 @contextmanager
 def tool_directory() -> Iterator[Path]:

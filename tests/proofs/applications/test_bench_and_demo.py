@@ -19,16 +19,11 @@ from kvxferd.bench.workload import HandoverSize, LayoutsSize, ThroughputPulls, W
 from tests.support.nodes.processes import started_with
 from tests.support.nodes.waiting import comes_true
 from tests.support.python_process import run_kvxferd
-from tests.support.tool_process import left_behind, start_tool, tool_directory
+from tests.support.tool_process import DEMO, left_behind, start_tool, tool_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LIMIT_S = 200
-DEMO = (
-    *("demo", "--prefill-tp", "2", "--prefill-pp", "1", "--prefill-block-tokens", "8"),
-    *("--decode-tp", "1", "--decode-block-tokens", "16"),
-    *("--layers", "2", "--heads", "2", "--head-dim", "16", "--requests", "3", "--tokens", "70"),
-)
 BENCH = ("bench", "--transport", "cma", "--size", "256K")
 FIGURES = {
     *("throughput_ratio_64m", "throughput_ratio_64m_lowest"),
@@ -50,7 +45,7 @@ def place() -> Iterator[Path]:
 
 def run_demo(place: Path, *flags: str, **environ: str) -> tuple[int, dict[str, Any]]:
     """Run a small demo; return its exit code and the object that it printed."""
-    process = start_tool(place, *DEMO, "--json", *flags, **environ)
+    process = start_tool(place, "demo", *DEMO, "--json", *flags, **environ)
     out, err = process.communicate(timeout=LIMIT_S)
     try:
         return process.returncode, json.loads(out)
@@ -108,7 +103,7 @@ def test_every_figure_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ((*BENCH, "--measure", "throughput"), "of raw"),
         ((*BENCH, "--measure", "first"), "first pulls"),
-        ((*DEMO, "--requests", "100000"), "request 1 of 100000"),
+        (("demo", *DEMO, "--requests", "100000"), "request 1 of 100000"),
     ],
     ids=["bench in a round", "bench with daemons that start", "demo"],
 )
@@ -128,7 +123,7 @@ def test_one_spoilt_byte_fails_the_demo(place: Path, damage: str, field: str) ->
 
 
 def test_the_demo_goes_on_until_ctrl_c_and_shows_what_to_look_at(place: Path) -> None:
-    process = start_tool(place, *DEMO, "--requests", "1", "--keep")
+    process = start_tool(place, "demo", *DEMO, "--requests", "1", "--keep")
     page = read_until(process.stdout, "look: ").removeprefix("look: ").strip()
     read_until(process.stdout, "requests go on until Ctrl-C")
     commands = [read_until(process.stdout, "--socket").split() for _ in range(4)]
