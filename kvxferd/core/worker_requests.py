@@ -61,7 +61,7 @@ class WorkerRequests:
         """Agree on a version. Raises ProtocolError where there is none."""
         version = negotiate_version(WORKER_VERSIONS, message.versions)
         session.greeted = True
-        boot, settings = self._context.boot, self._context.settings
+        boot, settings = self._context.boot, self._context.settings.transfer
         welcome = Welcome(
             version=version, boot_id=boot, lease_s=settings.lease_s, max_hold_s=settings.max_hold_s
         )
@@ -127,7 +127,7 @@ class WorkerRequests:
         rank, ref = session.local_rank, self._check_pull(session.local_rank, message, blocks)
         wait_s, after_tokens = message.deadline_s, -1
         if message.progressive:
-            wait_s, after_tokens = self._context.settings.max_hold_s, 0
+            wait_s, after_tokens = self._context.settings.transfer.max_hold_s, 0
         hold = self._take_prepared(session, ref, after_tokens) or self._grant_client.acquire(
             rank, ref, wait_s, after_tokens, blocks
         )
@@ -181,13 +181,13 @@ class WorkerRequests:
         if not self._context.ledger[BLOCK_ID_BYTES].acquire(session.uid, ENTRY_BYTES):
             return
         settings = self._context.settings
-        wait_s, after_tokens = settings.handshake_wait_s, -1
+        wait_s, after_tokens = settings.peer.handshake_wait_s, -1
         if message.progressive:
-            wait_s, after_tokens = settings.max_hold_s, 0
+            wait_s, after_tokens = settings.transfer.max_hold_s, 0
         prepared[ref] = self._grant_client.acquire(session.local_rank, ref, wait_s, after_tokens)
         self._context.after(
             ("prepared", session.session_id, ref),
-            settings.max_hold_s,
+            settings.transfer.max_hold_s,
             lambda: self._drop_prepared(session, ref),
         )
 

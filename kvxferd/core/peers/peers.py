@@ -106,7 +106,7 @@ class Peers:
             return
         if waits:  # one that is up may have replied to it, and the reply may be lost
             settings = self._context.settings
-            asked.silent_s = settings.gone_after_s if peer.boot else settings.silent_after_s
+            asked.silent_s = settings.gone_after_s if peer.boot else settings.peer.silent_after_s
         asked.is_charged = True
         self._open_request_share.add(uid, 1)
         if peer.boot is None:
@@ -203,7 +203,7 @@ class Peers:
         hello = PeerHello(
             request=peer.hello, versions=PEER_VERSIONS, boot=context.boot, endpoint=context.endpoint
         )
-        timeout_s = context.settings.silent_after_s
+        timeout_s = context.settings.peer.silent_after_s
         self._peer_requests.send(OpenRequest(peer.endpoint, hello, timeout_s, peer, peer.uid))
 
     def hello_answered(self, peer: Peer, asked: OpenRequest, reply: ReplyMessage) -> None:
@@ -303,7 +303,7 @@ class Peers:
         self._peer_requests.hold_back(endpoint)
         self._greet(peer)
         if ("not-back", endpoint) not in self._context.timers:
-            grace_s = self._context.settings.restart_grace_s
+            grace_s = self._context.settings.peer.restart_grace_s
             self._context.after(("not-back", endpoint), grace_s, partial(self._not_back, peer, reason))
 
     def connected(self, endpoint: Endpoint) -> None:
@@ -313,7 +313,7 @@ class Peers:
             self._peer_requests.send_again(peer.hello)
 
     def _not_back(self, peer: Peer, reason: str) -> None:
-        grace_s = self._context.settings.restart_grace_s
+        grace_s = self._context.settings.peer.restart_grace_s
         text = f"cannot reach {address_of(peer.endpoint)} for {grace_s:.4g} s: {reason}; {CHECK_PEER}"
         error = KvxferdError(text, Code.PEER_UNREACHABLE)
         self._peer_requests.fail_all(peer.endpoint, error, only_waiting=True)
@@ -400,9 +400,9 @@ class Peers:
         settings = self._context.settings
         waiting_since = self._peer_requests.oldest_at(peer.endpoint)
         if waiting_since is not None:
-            patience_s = max(settings.silent_after_s, settings.handshake_wait_s)
+            patience_s = max(settings.peer.silent_after_s, settings.peer.handshake_wait_s)
             if peer.boot is None:
-                patience_s = min(HELLO_RESENDS * settings.resend_s, patience_s)
+                patience_s = min(HELLO_RESENDS * settings.peer.request_timeout_s, patience_s)
             if self._context.now - max(waiting_since, peer.last_seen_at or 0.0) > patience_s:
                 return "silent"
         return "up" if peer.boot else "connecting"

@@ -99,7 +99,7 @@ class PeerRequests:
 
     def _send(self, number: int) -> None:
         asked = self._open[number]
-        resend_s = self._context.settings.resend_s
+        resend_s = self._context.settings.peer.request_timeout_s
         self._context.after(("resend", number), resend_s, lambda: self.send_again(number))
         if asked.address in self._held_back and not isinstance(asked.message, PeerHello):
             return
@@ -125,7 +125,7 @@ class PeerRequests:
         """
         if address in self._held_back:
             self._held_back.discard(address)
-            before = self._context.now - self._context.settings.resend_s / 4
+            before = self._context.now - self._context.settings.peer.request_timeout_s / 4
             for number in self._open_by_address.get(address, ()):
                 if (asked := self._open[number]).sent_at <= before:
                     self._context.put_off(asked.uid, partial(self.send_again, number))

@@ -320,5 +320,5 @@ class Home:
         """Have a member's mover poll. It stops where the reply to a heartbeat does not say that it is to."""
         if member := self._members.get(agent):
             message = RankPollingRequest(request=self._peer_requests.next_id(), agent=agent)
-            timeout_s = self._context.settings.silent_after_s
+            timeout_s = self._context.settings.peer.silent_after_s
             self._peer_requests.send(OpenRequest(member.route, message, timeout_s, key=member.key))

@@ -68,7 +68,7 @@ class Member:
         request is sent again.
         """
         # After about this time the home gives up a daemon that is silent.
-        rank.join_deadline = self._context.now + 2 * self._context.settings.silent_after_s
+        rank.join_deadline = self._context.now + 2 * self._context.settings.peer.silent_after_s
         self._send_join(rank)
 
     def _send_join(self, rank: LocalRank) -> None:
@@ -82,7 +82,7 @@ class Member:
         rank.joined, rank.asked_to_poll = rank.agent, False
         self._set_timer(rank, self._context.settings.member_heartbeat_s)
         # Reports wait until the rank has joined, and would fill its user's share of requests for minutes.
-        timeout_s = self._context.settings.silent_after_s
+        timeout_s = self._context.settings.peer.silent_after_s
         self._peers.request(rank.spec.home, message, timeout_s, rank.uid, rank, is_vital=True)
 
     def _replace_join(self, rank: LocalRank, request: int) -> None:

@@ -227,7 +227,7 @@ class Movers:
 
     def _forget_stale(self, mover: Mover) -> None:
         """Forget agents that no running pull needs any more: each restart of an engine brings new ones."""
-        since = self._context.now - self._context.settings.max_hold_s
+        since = self._context.now - self._context.settings.transfer.max_hold_s
         while mover.remotes:
             agent, oldest = next(iter(mover.remotes.items()))
             if oldest.last_used >= since:

@@ -118,7 +118,7 @@ class Owners:
     def awaits_worker(self, key: EngineKey) -> bool:
         """Whether a worker of this node may be back: of that generation, or gone for a short time."""
         settings = self._context.settings
-        late = self._context.now + settings.ownership_s - settings.member_silent_after_s
+        late = self._context.now + settings.worker.ownership_s - settings.member_silent_after_s
         return any(
             is_user(row.owner) and (of == key or row.kept_until > late)
             for of, row in self._absent_rows(key.engine_id)
@@ -243,7 +243,7 @@ class Owners:
         """
         settings = self._context.settings
         is_short = row.last_request is not None or row.owner.startswith(_SECRET)
-        keep_s = settings.member_silent_after_s if is_short else settings.ownership_s
+        keep_s = settings.member_silent_after_s if is_short else settings.worker.ownership_s
         row.is_present, row.kept_until = False, self._context.now + keep_s
         self._absent.setdefault(_account(row.owner), {})[key, rank] = None
         self._context.after(("owner", key, rank), keep_s, lambda: self.forget(key, rank))

@@ -125,7 +125,7 @@ class GrantClient:
             text = f"{address} is there, and waits for engine {engine}: {asked.why}; look at that engine"
             return f"{who} of engine {hold.ref.engine_id}", f"in {hold.state}: {text}"
         silent_s = self._peers.silent_s(hold.ref.endpoint, hold.started_at)
-        wait_s = self._context.settings.handshake_wait_s
+        wait_s = self._context.settings.peer.handshake_wait_s
         requested = f"engine {engine}" if is_learning else "a grant"
         text = f"was asked for {requested}, and has sent nothing for {silent_s:.1f} s; {CHECK_PEER}"
         if silent_s <= wait_s:  # a peer replies at once, unless it waits for ranks
@@ -146,7 +146,7 @@ class GrantClient:
         return self._handshake_client.asked_for(hold) if is_learning else hold.asked
 
     def _learn_engine(self, hold: HeldGrant) -> None:
-        hold.learn_by = self._context.now + min(hold.wait_s, self._context.settings.handshake_wait_s)
+        hold.learn_by = self._context.now + min(hold.wait_s, self._context.settings.peer.handshake_wait_s)
         self._handshake_client.learn_engine(hold)
 
     def _engine_learnt(self, hold: HeldGrant, outcome: RemoteEngine | Refusal) -> None:
@@ -195,7 +195,7 @@ class GrantClient:
         """Ask for the grant, for more tokens, or for more ids than a reply has."""
         assert hold.remote is not None and hold.reads is not None
         # No source waits longer than this, whatever a pull's deadline: a longer wait only delays the refusal.
-        wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
+        wait_s = min(hold.wait_s, self._context.settings.peer.handshake_wait_s)
         if hold.after_tokens >= 0:
             wait_s = hold.wait_s + DEADLINE_MARGIN_S
         message = GrantRequest(
@@ -208,7 +208,7 @@ class GrantClient:
             after_tokens=hold.after_tokens,
             from_tokens=hold.reads.source_lists.missing(hold.starts, hold.blocks),
         )
-        timeout_s = wait_s + self._context.settings.silent_after_s
+        timeout_s = wait_s + self._context.settings.peer.silent_after_s
         hold.asked = message.request
         self._peers.request(hold.ref.endpoint, message, timeout_s, hold.rank.uid, hold, waits=True)
 
@@ -317,7 +317,7 @@ class GrantClient:
         held = self._held.get(endpoint)
         if not held:
             return
-        oldest = self._context.now - self._context.settings.max_hold_s
+        oldest = self._context.now - self._context.settings.transfer.max_hold_s
         # One request for each user: a user whose requests have no room must not end the grants of another.
         grants_of: dict[int, list[GrantId]] = {}
         for grant, hold in held.items():
@@ -381,7 +381,7 @@ class GrantClient:
 
     def _send_return(self, hold: HeldGrant) -> None:
         message = ReleaseGrant(request=self._peer_requests.next_id(), grant=hold.grant_id)
-        timeout_s = self._context.settings.silent_after_s
+        timeout_s = self._context.settings.peer.silent_after_s
         self._peers.request(hold.ref.endpoint, message, timeout_s, hold.rank.uid)
 
     def acknowledge(self, hold: HeldGrant, num_bytes: int, about: object = None) -> None:

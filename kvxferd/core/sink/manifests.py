@@ -98,11 +98,11 @@ class HandshakeClient:
             engine_id=fetch.key.engine_id,
             generation=fetch.key.generation,
             wait_s=wait_s,
-            pp_aware=self._context.settings.pp_aware,
+            pp_aware=self._context.settings.peer.pp_aware,
             num_known=len(fetch.known),
         )
         fetch.asked = message.request
-        timeout_s = wait_s + self._context.settings.silent_after_s
+        timeout_s = wait_s + self._context.settings.peer.silent_after_s
         self._peers.request(fetch.peer.endpoint, message, timeout_s, fetch.uid, fetch, waits=True)
 
     def answered(self, fetch: EngineFetch, reply: ReplyMessage) -> None:
@@ -180,7 +180,7 @@ class HandshakeClient:
         ranks, layouts = check_manifests(fetch.known, self._layout_cache)
         check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
         workers = ({rank: manifest} for rank, manifest in ranks.items())
-        ranks = aggregate_metadata(workers, "this node", self._context.settings.pp_aware)
+        ranks = aggregate_metadata(workers, "this node", self._context.settings.peer.pp_aware)
         digest = digest_of_layouts({rank: checked.digest for rank, checked in layouts.items()})
         return RemoteEngine(spec, ranks, digest)
 

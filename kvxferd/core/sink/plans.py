@@ -58,7 +58,7 @@ class Plans:
         another, BusyError where grants read by so many plans that there is no room for another one.
         """
         topology, now, home = grant.rank.topology, self._context.now, grant.ref.endpoint
-        topology.expire(now - self._context.settings.max_hold_s)
+        topology.expire(now - self._context.settings.transfer.max_hold_s)
         find = partial(self._find_or_plan, grant)
         reads = topology.register_remote_engine(remote, find, home=home, now=now)
         if reads is None:

@@ -298,7 +298,7 @@ class Pulls:
         """Ask for more than so many tokens, unless that is asked already."""
         hold = pull.held_grant
         if not hold.awaits_more and hold.state is GrantState.HELD:
-            waits_until = pull.received_at + self._context.settings.max_hold_s
+            waits_until = pull.received_at + self._context.settings.transfer.max_hold_s
             left_s = max(0.0, waits_until - self._context.now)
             self._grant_client.request_more(hold, tokens_to_wait_for(pull, tokens), left_s)
 
@@ -582,7 +582,7 @@ class Pulls:
         """Keep the pull's deadline as it is now, unless it is over. Most pulls end before it is due."""
         if pull.phase is PullPhase.IN_DOUBT or pull.late:
             return
-        deadline = pull.deadline_by(self._context.settings.max_hold_s)
+        deadline = pull.deadline_by(self._context.settings.transfer.max_hold_s)
         if deadline != pull.deadline:
             pull.deadline = deadline
             name, notice_at = ("deadline", pull.pull_id), deadline - self._notice_s(pull)

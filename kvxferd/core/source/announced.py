@@ -78,7 +78,7 @@ class Announcements:
             if known is not None:
                 one.end_report(rank)
             one.reports[rank] = report
-            lease_s = self._context.settings.lease_s
+            lease_s = self._context.settings.transfer.lease_s
             self._context.after(("announced", key), lease_s, lambda: self._expire(key))
         elif report.request not in (None, known.request):
             one.late.add(report.request)

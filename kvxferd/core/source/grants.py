@@ -109,9 +109,10 @@ class GrantServer:
         if obstacle := self._engine_obstacle(message, engine):
             return obstacle
         if transfer is None:
-            is_progressive, unknown_wait_s = message.after_tokens >= 0, self._context.settings.unknown_wait_s
+            wait_s = self._context.settings.transfer.unknown_wait_s
             why = f"engine {ref.engine} has published none of that id"
-            wait_s = self._wait_limit_s(message) if is_progressive else unknown_wait_s
+            if message.after_tokens >= 0:  # progressive
+                wait_s = self._wait_limit_s(message)
             return Obstacle(Code.TRANSFER_UNKNOWN, why, wait_s)
         assert engine is not None
         return self._transfer_obstacle(request, transfer, engine)
@@ -124,7 +125,7 @@ class GrantServer:
             return Obstacle(Code.GENERATION_STALE, why)
         if engine is None:
             why = f"no rank of engine {ref.engine} is registered here"
-            return Obstacle(Code.ENGINE_UNKNOWN, why, self._context.settings.unknown_wait_s)
+            return Obstacle(Code.ENGINE_UNKNOWN, why, self._context.settings.transfer.unknown_wait_s)
         if lacking := engine.missing():
             why = f"ranks {', '.join(map(str, lacking))} of engine {ref.engine} are not there"
             return Obstacle(Code.ENGINE_INCOMPLETE, why, self._wait_limit_s(message))
@@ -165,7 +166,7 @@ class GrantServer:
 
     def _wait_limit_s(self, message: GrantRequest) -> float:
         is_progressive = message.after_tokens >= 0
-        longest_s = MAX_PREFILL_S if is_progressive else self._context.settings.handshake_wait_s
+        longest_s = MAX_PREFILL_S if is_progressive else self._context.settings.peer.handshake_wait_s
         return min(message.wait_s, longest_s)
 
     def _grant(self, request: WaitingRequest[GrantRequest], transfer: Transfer) -> None:
@@ -186,7 +187,7 @@ class GrantServer:
             self._poll_requests.acquire(agent, grant_id)
         for agent in sorted(grant.agents - request.agents):
             self._poll_requests.release(agent, grant_id)
-        ends_at = min(now, grant.granted_at + settings.max_hold_s) + settings.lease_s
+        ends_at = min(now, grant.granted_at + settings.transfer.max_hold_s) + settings.transfer.lease_s
         grant.agents, grant.expires_at = request.agents, max(grant.expires_at, ends_at)
         self._published.schedule_lease_check(transfer)
 
@@ -207,7 +208,7 @@ class GrantServer:
             grant=message.grant,
             blocks=blocks,
             num_tokens=transfer.num_tokens,
-            lease_s=self._context.settings.lease_s,
+            lease_s=self._context.settings.transfer.lease_s,
             fence_agent=place.agent,
             fence_address=place.address + transfer.fence_slot * FENCE_WORD_BYTES,
             fence_word=transfer.fence_word,
@@ -222,7 +223,7 @@ class GrantServer:
     def renew(self, route: bytes, message: RenewGrants, key: str = "") -> None:
         """Extend the grants that live, and reply with those that have ended."""
         ended = []
-        settings, now = self._context.settings, self._context.now
+        settings, now = self._context.settings.transfer, self._context.now
         for grant_id in message.grants:
             name = _scoped_grant_id(grant_id, key)
             transfer = self._published.table.by_grant.get(name)

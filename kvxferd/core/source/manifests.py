@@ -71,7 +71,7 @@ class HandshakeServer:
             return Obstacle(Code.GENERATION_STALE, f"it has been replaced by {newest}; route anew")
         if engine is None:
             why = f"no rank of it is registered at {self._context.endpoint}; check id and endpoint"
-            return Obstacle(Code.ENGINE_UNKNOWN, why, min(message.wait_s, settings.unknown_wait_s))
+            return Obstacle(Code.ENGINE_UNKNOWN, why, min(message.wait_s, settings.transfer.unknown_wait_s))
         if not self._registry.is_home(engine.spec):
             return Obstacle(Code.NOT_HOME, f"it is aggregated at its home, {engine.spec.home}; ask there")
         if not message.pp_aware:
@@ -82,7 +82,7 @@ class HandshakeServer:
         if lacking := engine.missing():
             ranks = ", ".join(map(str, lacking))
             why = f"{len(lacking)} of its {len(engine.spec.ranks())} ranks are not there: {ranks}"
-            return Obstacle(Code.ENGINE_INCOMPLETE, why, min(message.wait_s, settings.handshake_wait_s))
+            return Obstacle(Code.ENGINE_INCOMPLETE, why, min(message.wait_s, settings.peer.handshake_wait_s))
         return None
 
 

@@ -122,7 +122,7 @@ class PublishedTransfers:
         self, session: Session, message: Publish, blocks: BlocksByGroup, fence_word: bytes, admitted: Admitted
     ) -> Transfer:
         now, settings, rank = self._context.now, self._context.settings, session.own_rank
-        lease_s = message.lease_s or settings.lease_s
+        lease_s = message.lease_s or settings.transfer.lease_s
         num_ready = ALL_TOKENS if message.ready_tokens < 0 else message.ready_tokens
         return Transfer(
             engine=admitted.engine.key,
@@ -284,7 +284,7 @@ class PublishedTransfers:
         """
         transfer, now, settings = self.table.by_grant.get(grant_id), self._context.now, self._context.settings
         self.end_grant(grant_id)
-        if transfer is None or now >= transfer.published_at + settings.max_hold_s:
+        if transfer is None or now >= transfer.published_at + settings.transfer.max_hold_s:
             return
         if self._is_written(transfer):  # else its engine's progress alone renews it
             self._renew_lease(transfer)
@@ -347,16 +347,14 @@ class PublishedTransfers:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the tables contradict each other."""
+        settings = self._context.settings.transfer
         for key, transfer in self.table.live.items():
             assert self.ended.get(key) is None, f"{key} is live and ended"
             assert ("lease", key) in self._context.timers, f"{key} has no lease timer"
             self._check_memory(key, transfer)
             for grant_id, grant in transfer.grants.items():
                 assert self.table.by_grant.get(grant_id) is transfer
-                assert (
-                    grant.expires_at
-                    <= grant.granted_at + self._context.settings.max_hold_s + self._context.settings.lease_s
-                )
+                assert grant.expires_at <= grant.granted_at + settings.max_hold_s + settings.lease_s
                 has_ended = grant.expires_at <= self._context.now and not self._context.is_behind
                 assert not has_ended, f"grant {grant_id} of {key} has expired"
         self.announced.check_integrity(self._registry)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from kvxferd.config import PeerConfig, TransferConfig
 from kvxferd.core import Settings
 
 # Powers of two and their sums: clocks are exact, so that equal states are found equal.
 SETTINGS = Settings(
     deadline_notice_s=0.0,  # what is asked then changes messages alone, and each state would have it
-    lease_s=6.0,  # renewed every second
-    max_hold_s=16.0,
-    unknown_wait_s=1.0,
-    handshake_wait_s=4.0,
-    resend_s=2.0,
-    silent_after_s=4.0,
+    transfer=TransferConfig(lease_s=6.0, max_hold_s=16.0, unknown_wait_s=1.0),  # renewed every second
+    peer=PeerConfig(handshake_wait_s=4.0, request_timeout_s=2.0, silent_after_s=4.0),
     acknowledge_for_s=8.0,
     quiesce_s=2.0,
     polling_linger_s=1.0,

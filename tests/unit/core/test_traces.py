@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvxferd.config.schema import TracingConfig
 from kvxferd.core.settings import Settings
 from kvxferd.records import PullRecord, ReleaseRecord
 from kvxferd.wire import worker as wk
@@ -13,14 +14,15 @@ from tests.support.simulation import IDS, SINK_IDS, TOKENS, World
 
 TRACE = "1" * 32
 PREFILL, DECODE = f"00-{TRACE}-{'a' * 16}-01", f"00-{TRACE}-{'b' * 16}-01"
+ON, ALL = TracingConfig(endpoint="http://c:4318"), TracingConfig(endpoint="http://c:4318", sample_ratio=1.0)
 QUIET = f"00-{TRACE}-{'b' * 16}-00"
 
 
 class Pair:
     """A prefill and a decode node with one rank each."""
 
-    def __init__(self, **settings: object) -> None:
-        self.world = World(settings=Settings(**({"tracing": True} | settings)))  # type: ignore[arg-type]
+    def __init__(self, tracing: TracingConfig = ON) -> None:
+        self.world = World(settings=Settings(tracing=tracing))
         self.prefill, self.decode = self.world.host("p"), self.world.host("d")
         (self.source,) = self.world.engine(self.prefill, "prefill")
         (self.sink,) = self.world.engine(self.decode, "decode")
@@ -52,18 +54,18 @@ def test_each_sides_span_hangs_on_its_own_request() -> None:
 
 
 @pytest.mark.parametrize("traceparent", ["", QUIET, "x", "0" * 55, f"00-{'0' * 32}-{'a' * 16}-01"])
-@pytest.mark.parametrize("tracing", [True, False])
+@pytest.mark.parametrize("tracing", [ON, TracingConfig()], ids=["on", "off"])
 def test_what_is_not_sampled_or_not_valid_makes_none_and_is_delivered(
-    traceparent: str, tracing: bool
+    traceparent: str, tracing: TracingConfig
 ) -> None:
-    pair = Pair(tracing=tracing)
+    pair = Pair(tracing)
     assert isinstance(pair.pull(pair.publish(traceparent), traceparent), wk.TicketDelivered)
     (pull,), (release,) = pair.pulls(), pair.releases()
     assert (pull.traceparent, pull.span_id, release.traceparent, release.span_id) == ("", "", "", "")
 
 
 def test_transfers_without_a_trace_start_one_by_ratio() -> None:
-    pair = Pair(trace_sample_ratio=1.0)
+    pair = Pair(ALL)
     ref = pair.publish("")
     assert isinstance(pair.pull(ref, ""), wk.TicketDelivered)
     (pull,), (release,) = pair.pulls(), pair.releases()
@@ -74,9 +76,9 @@ def test_transfers_without_a_trace_start_one_by_ratio() -> None:
 
 
 def test_a_requests_own_flag_is_stronger_than_the_ratio() -> None:
-    on = Settings(tracing=True, trace_sample_ratio=1.0)
+    on = Settings(tracing=ALL)
     assert on.sampled_trace(QUIET, "n") == ""
     assert on.sampled_trace(DECODE, "n") == DECODE
     assert on.sampled_trace("", "n") == root_traceparent("n", 1.0)
-    assert Settings(tracing=True).sampled_trace("", "n") == ""
-    assert Settings(trace_sample_ratio=1.0).sampled_trace(DECODE, "n") == ""
+    assert Settings(tracing=ON).sampled_trace("", "n") == ""
+    assert Settings(tracing=TracingConfig(sample_ratio=1.0)).sampled_trace(DECODE, "n") == ""

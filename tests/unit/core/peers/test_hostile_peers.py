@@ -289,13 +289,13 @@ def test_one_grants_name_on_two_transfers_is_refused(world, source):
 def test_asking_for_a_grant_again_and_again_holds_it_no_longer_than_renewing(world, source, gives_back):
     settings = world.settings
     request = grant_of(world, source, source.publish("t1", IDS, TOKENS))
-    for _ in range(int((settings.max_hold_s + 2 * settings.lease_s) / 10)):
+    for _ in range(int((settings.transfer.max_hold_s + 2 * settings.transfer.lease_s) / 10)):
         source.host.feed(ev.PeerRequest(b"stranger", request))
         if gives_back:
             returned = ReleaseGrant(request=2, grant=request.grant)
             source.host.feed(ev.PeerRequest(b"stranger", returned))
         world.advance(10)
-    world.advance(settings.lease_s)
+    world.advance(settings.transfer.lease_s)
     assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 

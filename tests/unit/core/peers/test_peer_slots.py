@@ -130,7 +130,7 @@ def test_grants_are_renewed_though_another_user_of_the_peer_may_ask_nothing_more
     for number in range(60):
         first.say(wk.Abandon(ref=ref_to(mute.host.name, f"t{number}")))
     assert not first.host.node.peers._open_request_share.has_room(FIRST)
-    world.advance(world.settings.lease_s + 1.0)
+    world.advance(world.settings.transfer.lease_s + 1.0)
     mover_of(second).work()
     assert isinstance(second.ended(ticket), wk.TicketDelivered)
 

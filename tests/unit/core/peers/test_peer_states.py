@@ -42,10 +42,10 @@ def test_a_peer_that_was_up_is_silent_once_its_reply_is_overdue_and_up_when_it_c
     world.cut.add(("d", "p"))
     sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
     assert states_of(world) == {source_host.endpoint: "up"}
-    world.advance(max(world.settings.silent_after_s, world.settings.handshake_wait_s) + 1.0)
+    world.advance(max(world.settings.peer.silent_after_s, world.settings.peer.handshake_wait_s) + 1.0)
     assert states_of(world) == {source_host.endpoint: "silent"}
     world.cut.clear()
-    world.advance(world.settings.resend_s + 0.1)
+    world.advance(world.settings.peer.request_timeout_s + 0.1)
     assert states_of(world) == {source_host.endpoint: "up"}
 
 
@@ -84,10 +84,10 @@ def test_to_a_silent_peer_only_a_hello_is_sent_and_all_that_waits_as_soon_as_it_
     assert sink.ended(ticket).code is Code.PEER_UNREACHABLE
     sent = sent_by(world)
     ticket = sink.pull(source.publish("t3", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=300.0)
-    world.advance(3 * world.settings.resend_s)
+    world.advance(3 * world.settings.peer.request_timeout_s)
     assert set(sent) == {"PeerHello"}
     world.cut.clear()
-    world.advance(world.settings.resend_s + 0.1)
+    world.advance(world.settings.peer.request_timeout_s + 0.1)
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert "AbandonTransfer" in sent
 
@@ -191,10 +191,10 @@ def test_behind_a_hello_without_reply_no_request_is_sent_twice(world):
     for number in range(3):
         ref = TransferRef("tcp://hub:9441", f"prefill{number}", "g1", "t", "n")
         sink.pull(ref, IDS, TOKENS, deadline_s=AWAY_S)
-    world.advance(world.settings.silent_after_s / 2)
+    world.advance(world.settings.peer.silent_after_s / 2)
     assert (sent.count("ManifestRequest"), sent.count("PeerHello")) == (1, 3)
     world.cut.clear()
-    world.advance(world.settings.resend_s)
+    world.advance(world.settings.peer.request_timeout_s)
     assert sent.count("ManifestRequest") == 1 + 3
 
 
@@ -222,7 +222,7 @@ def test_what_waits_at_a_peer_that_does_not_listen_fails_with_that_cause(world, 
     ticket = waits_at(source, sink)
     cut_off(world)
     disconnected(world, source, sink)
-    world.advance(world.settings.restart_grace_s - 0.1)
+    world.advance(world.settings.peer.restart_grace_s - 0.1)
     assert sink.ended(ticket) is None
     disconnected(world, source, sink)  # each attempt to connect is reported, and the grace is one
     world.advance(0.2)
@@ -231,7 +231,7 @@ def test_what_waits_at_a_peer_that_does_not_listen_fails_with_that_cause(world, 
     assert REFUSED in failed.message
     later = waits_at(source, sink, "t2")
     disconnected(world, source, sink)
-    world.advance(world.settings.restart_grace_s + 0.1)
+    world.advance(world.settings.peer.restart_grace_s + 0.1)
     assert sink.ended(later).code is Code.PEER_UNREACHABLE
 
 
@@ -240,7 +240,7 @@ def test_what_waits_goes_on_where_the_same_daemon_is_back_in_time(world, source,
     cut_off(world)
     disconnected(world, source, sink)
     source.ready("t1")  # its reply is lost with the connection
-    world.advance(world.settings.restart_grace_s - 0.1)
+    world.advance(world.settings.peer.restart_grace_s - 0.1)
     world.cut.clear()
     sink.host.feed(ev.PeerConnected(source.host.endpoint))
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
@@ -251,7 +251,7 @@ def test_a_peer_that_is_connected_and_slow_is_not_taken_for_one_that_is_gone(wor
     cut_off(world)
     disconnected(world, source, sink)
     sink.host.feed(ev.PeerConnected(source.host.endpoint))
-    world.advance(world.settings.silent_after_s - 1.0)
+    world.advance(world.settings.peer.silent_after_s - 1.0)
     assert sink.ended(ticket) is None
 
 

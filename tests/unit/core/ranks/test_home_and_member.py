@@ -78,7 +78,7 @@ def test_a_home_that_gets_no_reply_releases_again_and_the_rank_is_told_once(worl
     stages[0].publish("t1", IDS, TOKENS)
     world.cut.add(("p1", "p0"))  # replies are lost
     stages[0].say(wk.Unpublish(transfer_id="t1"))
-    world.advance(3 * world.settings.resend_s)
+    world.advance(3 * world.settings.peer.request_timeout_s)
     assert [m.why for m in stages[1].received(wk.Released)] == [Code.UNPUBLISHED]
     world.cut.clear()
 
@@ -170,11 +170,11 @@ def test_a_repeated_ready_does_not_speak_for_the_next_transfer_of_an_id_that_was
     """Such an id has no tombstone. Its rank's word is forgotten after `lease_s`, and repeated for longer."""
     world.cut.add(("p0", "p1"))  # the home hears, and its replies are lost
     stages[1].ready("t1")
-    world.advance(world.settings.lease_s + 1)
+    world.advance(world.settings.transfer.lease_s + 1)
     ref = stages[0].publish("t1", IDS, TOKENS)
     ticket = reader.pull(ref, SINK_IDS, TOKENS)
     world.cut.clear()
-    world.advance(2 * world.settings.resend_s)
+    world.advance(2 * world.settings.peer.request_timeout_s)
     assert reader.ended(ticket) is None
     stages[1].ready("t1")
     assert isinstance(reader.ended(ticket), wk.TicketDelivered)

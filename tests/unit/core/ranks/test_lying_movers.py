@@ -64,9 +64,11 @@ def test_a_grant_that_is_renewed_for_ever_ends(world, source, sink):
     sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=7200.0)
     (grant,) = source.host.node.published.table.by_grant
     settings = world.settings
-    lasts_s = settings.max_hold_s + 2 * settings.lease_s
-    for number in itertools.takewhile(lambda n: n * settings.lease_s / 2 < lasts_s, itertools.count()):
+    lasts_s = settings.transfer.max_hold_s + 2 * settings.transfer.lease_s
+    for number in itertools.takewhile(
+        lambda n: n * settings.transfer.lease_s / 2 < lasts_s, itertools.count()
+    ):
         renewal = RenewGrants(request=10_000 + number, grants=(grant,))
         source.host.feed(ev.PeerRequest(b"reader", renewal, ""))
-        world.advance(settings.lease_s / 2)
+        world.advance(settings.transfer.lease_s / 2)
     assert len(source.received(wk.Released)) == 1

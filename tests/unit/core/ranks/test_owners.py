@@ -139,9 +139,9 @@ def test_an_id_is_kept_for_minutes_after_the_last_rank_and_no_longer(world):
         for rank in (0, 1)
     )
     first.close()
-    world.advance(2 * world.settings.ownership_s)
+    world.advance(2 * world.settings.worker.ownership_s)
     second.close()
-    world.advance(world.settings.ownership_s - 1)
+    world.advance(world.settings.worker.ownership_s - 1)
     assert refusals(world.register(host, spec_of("prefill"), uid=1001)) == [Code.NOT_ALLOWED]
     world.advance(2)
     assert world.register(host, spec_of("prefill"), uid=1001).received(wk.Registered)
@@ -203,10 +203,10 @@ def test_recorded_ids_are_shown_with_their_users_and_how_long_they_are_kept(worl
     rank.close()
     world.advance(100)
     (shown,) = host.node.snapshot().ownerships
-    assert shown.expires_in_s == world.settings.ownership_s - 100
+    assert shown.expires_in_s == world.settings.worker.ownership_s - 100
     assert shown.num_kept_ranks == 1
     (shown,) = restarted(world, "p").node.snapshot().ownerships
-    assert shown.expires_in_s == world.settings.ownership_s
+    assert shown.expires_in_s == world.settings.worker.ownership_s
 
 
 # --- who starts a generation
@@ -300,7 +300,7 @@ def test_a_rank_is_kept_for_its_key_for_minutes_and_for_a_secret_for_seconds(wor
     del world.hosts["p1"]
     home = restarted(world, "p0")
     comes_back(world, stages[0], home)
-    kept_s = world.settings.ownership_s if world.keys else world.settings.member_silent_after_s
+    kept_s = world.settings.worker.ownership_s if world.keys else world.settings.member_silent_after_s
     world.advance(kept_s - 1)
     assert is_not_allowed(as_stranger(world, home, join(again.spec)))
     world.advance(2)
@@ -357,9 +357,9 @@ def test_a_rank_of_this_node_is_kept_as_long_as_its_engine_is_its_users(world, s
     assert isinstance(as_stranger(world, home, leave_of(stages[0].spec, request=7)), RequestDone)
     assert home.node.owners.num_absent(KEY.engine_id) == 0
     assert home.node.owners.user_of(KEY.engine_id) == 0
-    world.advance(world.settings.ownership_s + 1)
+    world.advance(world.settings.worker.ownership_s + 1)
     stages[0].close()
-    world.advance(world.settings.ownership_s - 1)
+    world.advance(world.settings.worker.ownership_s - 1)
     assert is_not_allowed(as_stranger(world, home, join(stages[0].spec)))
     world.advance(2)
     assert isinstance(as_stranger(world, home, join(stages[0].spec)), RequestDone)
@@ -589,5 +589,5 @@ def test_open_questions_follow_a_member_without_being_sent_at_once(world, stages
     again = JoinRank(request=99, boot=record.boot, manifest=manifest_of(record), secret=secret)
     effects = home.node.feed(ev.PeerRequest(b"anew", again, world.keys.get("p1", "")), world.now)
     assert [type(effect.message) for effect in effects] == [RequestDone]
-    effects = home.node.feed(ev.Tick(), world.now + world.settings.resend_s)
+    effects = home.node.feed(ev.Tick(), world.now + world.settings.peer.request_timeout_s)
     assert len([e for e in effects if e.route == b"anew"]) == 20

@@ -219,7 +219,7 @@ def test_a_grant_that_ended_before_the_next_mover_came_is_asked_for_anew(world, 
     mover_of(sink).die()
     world.advance(1)
     source.say(wk.Unpublish(transfer_id="t1"))
-    world.advance(world.settings.lease_s)
+    world.advance(world.settings.transfer.lease_s)
     assert sink.ended(ticket) is None
     sink.host.bring_mover(hold=True)
     world.advance(1)

@@ -71,7 +71,7 @@ def test_a_page_that_is_lost_is_asked_for_again(world, source, sink):
     ticket = start_pull(world, source, sink)
     deliver(world, change_the_second(lambda page: None))
     world.hold_network = False
-    world.advance(world.settings.resend_s + 0.1)
+    world.advance(world.settings.peer.request_timeout_s + 0.1)
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 

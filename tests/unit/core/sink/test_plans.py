@@ -187,7 +187,7 @@ def test_a_refusal_names_its_own_engine() -> None:
 
 def test_refusals_of_other_facts_end_when_the_first_ones_expire() -> None:
     """Also for a rank that reads nothing else, whose every registration is refused."""
-    node, kept_s = Node(32), Settings().max_hold_s
+    node, kept_s = Node(32), Settings().transfer.max_hold_s
     node.read(0, engine_id="changed")
     for node.context.now in (1.0, kept_s):
         with pytest.raises(EngineError) as caught:

@@ -122,7 +122,7 @@ def test_the_reader_may_come_before_the_transfer(world, source, sink):
 def test_a_transfer_that_never_comes_is_waited_for_as_long_as_a_grant_may_be_held(world, source, sink):
     """It may be in its prefill engine's queue: that is not the pull's time."""
     ticket = pull(sink, unpublished(source), deadline_s=5.0)
-    world.advance(world.settings.max_hold_s - 1)
+    world.advance(world.settings.transfer.max_hold_s - 1)
     assert sink.ended(ticket) is None
     world.advance(1.1)
     failed = sink.ended(ticket)
@@ -407,7 +407,7 @@ def test_a_source_that_dies_ends_the_pull_long_before_its_deadline(world, source
     world.advance(40)  # far longer than a peer may be silent
     assert sink.ended(ticket) is None
     del world.hosts["p"]
-    world.advance(world.settings.silent_after_s + world.settings.resend_s)
+    world.advance(world.settings.peer.silent_after_s + world.settings.peer.request_timeout_s)
     failed = sink.ended(ticket)
     assert (failed.code, failed.safe_to_reuse) == (Code.PEER_UNREACHABLE, True)
     assert "tcp://p:9441" in failed.message
@@ -481,7 +481,7 @@ def test_a_request_that_waits_here_holds_what_is_written_meanwhile(world, source
     world.hold_network = False
     mover_of(sink).hold = False
     mover_of(sink).work()
-    world.advance(world.settings.resend_s)
+    world.advance(world.settings.peer.request_timeout_s)
     check_delivered(sink, ticket)
 
 
@@ -499,7 +499,7 @@ def test_what_is_prepared_for_another_kind_of_pull_is_given_back(world, source, 
     assert progress_of(sink) == ([] if prepared_so else [8])
     extend(source, 8, TOKENS)
     check_delivered(sink, ticket)
-    world.advance(world.settings.resend_s)
+    world.advance(world.settings.peer.request_timeout_s)
     assert world.hosts["p"].node.is_idle
 
 
@@ -554,8 +554,8 @@ def test_a_pull_that_waits_says_for_what(world, source, sink):
 
 def test_what_is_given_up_is_not_asked_again(world, source, sink):
     """A deadline and the time to ask again fall into one turn: the question would wait there anew."""
-    pull(sink, unpublished(source), deadline_s=world.settings.resend_s - 0.1, progressive=False)
-    late = world.now + 2 * world.settings.resend_s
+    pull(sink, unpublished(source), deadline_s=world.settings.peer.request_timeout_s - 0.1, progressive=False)
+    late = world.now + 2 * world.settings.peer.request_timeout_s
     effects = sink.host.node.feed(ev.Tick(), late)
     sent = [type(effect.message) for effect in effects if isinstance(effect, SendToPeer)]
     assert ReleaseGrant in sent
@@ -590,7 +590,7 @@ def test_what_is_granted_anew_for_a_pull_that_has_ended_is_given_back(world, sou
     (transfer,) = published.table.live.values()
     (grant,) = transfer.grants
     published.end_grant(grant)
-    world.advance(world.settings.lease_s / 6)  # the next renewal's reply says so
+    world.advance(world.settings.transfer.lease_s / 6)  # the next renewal's reply says so
     sink.say(wk.Cancel(ticket=ticket))
     assert sink.ended(ticket).code is Code.CANCELLED
     extend(source, 8, 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvxferd.config import TransferConfig
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
 from kvxferd.core.context import CALLS_PER_EVENT
@@ -20,7 +21,7 @@ HOLD_S = 60.0
 
 @pytest.fixture
 def world() -> World:
-    return World(settings=Settings(max_hold_s=HOLD_S))
+    return World(settings=Settings(transfer=TransferConfig(max_hold_s=HOLD_S)))
 
 
 def test_two_homes_that_name_one_engine_id_neither_refuse_nor_evict_each_other(world, sink):

@@ -359,7 +359,7 @@ def test_a_report_that_is_repeated_after_its_time_is_late_until_nobody_repeats_i
     request = (BootId("member"), 7)
     world.advance(1)
     announced.add(KEY, RANK, ALL._replace(request=request), "member")
-    world.advance(world.settings.lease_s - 1)
+    world.advance(world.settings.transfer.lease_s - 1)
     assert not announced.is_late(KEY, ALL._replace(request=request))
     world.advance(1)
     assert not announced.take(KEY)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from kvxferd.config import PeerConfig
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
 from kvxferd.core.source import manifests as source_manifests
@@ -88,7 +89,7 @@ def two_nodes(**sink_settings: bool) -> tuple[World, Host, Host]:
     """Return a world, a source that is PP-aware, and a sink with those settings."""
     world = World()
     source = world.host("p")
-    world.settings = replace(Settings(), **sink_settings)
+    world.settings = Settings(peer=PeerConfig(**sink_settings))
     return world, source, world.host("d")
 
 

@@ -107,7 +107,7 @@ def test_a_grant_of_a_reader_that_is_gone_ends_while_another_reads(world, source
     (transfer,) = source.host.node.published.table.live.values()
     of_sink, _ = transfer.grants
     world.cut |= {("e", "p"), ("p", "e")}
-    world.advance(Settings().lease_s + 0.1)
+    world.advance(Settings().transfer.lease_s + 0.1)
     assert list(transfer.grants) == [of_sink]
     assert not source.received(wk.Released)
 
@@ -130,7 +130,7 @@ def test_a_prepared_pull_asks_nobody_anything_before_it_reads(world, sink, ref):
 
 def test_what_is_prepared_outlives_its_lease_for_as_long_as_a_grant_may_be_renewed(world, source, sink, ref):
     sink.say(wk.Prepare(ref=ref))
-    world.advance(Settings().max_hold_s - Settings().lease_s)
+    world.advance(Settings().transfer.max_hold_s - Settings().transfer.lease_s)
     assert not source.received(wk.Released)
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.TicketDelivered)
 
@@ -145,7 +145,7 @@ def test_abandoning_releases_the_source_before_its_lease_ends(source, sink, ref)
 def test_a_reader_that_fails_after_the_lease_leaves_time_for_another(world, source, sink, ref, dies):
     """The request waited there for longer than the lease; its router sends it to another engine."""
     sink.say(wk.Prepare(ref=ref))
-    world.advance(3 * Settings().lease_s)
+    world.advance(3 * Settings().transfer.lease_s)
     if dies:
         sink.close()
     else:
@@ -155,7 +155,7 @@ def test_a_reader_that_fails_after_the_lease_leaves_time_for_another(world, sour
         sink.say(wk.Cancel(ticket=ticket))
         mover.die()
         assert isinstance(sink.ended(ticket), wk.TicketFailed)
-    world.advance(Settings().lease_s - 0.1)
+    world.advance(Settings().transfer.lease_s - 0.1)
     assert not source.received(wk.Released)
     assert world.engine(world.host("e"), "decode-2")[0].reads(ref)
     assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]

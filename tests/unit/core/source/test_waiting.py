@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvxferd.config import PeerConfig
 from kvxferd.core import events as ev
 from kvxferd.core.context import CALLS_PER_TICK
 from kvxferd.core.source.grants import GrantServer
@@ -129,15 +130,15 @@ def test_what_nobody_sends_again_waits_no_more(world, is_repeated):
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "t", "n")
     grant = grant_request(ref, 1, "gone", wait_s=300.0)
     fetch = ManifestRequest(request=2, engine_id="prefill", generation="g1", wait_s=300.0)
-    world.settings = replace(world.settings, handshake_wait_s=300.0)
+    world.settings = replace(world.settings, peer=PeerConfig(handshake_wait_s=300.0))
     source.host.node.context.settings = world.settings
     for _ in range(10):
         for message in (grant, fetch):
             send(world, source, message)
-        world.advance(world.settings.resend_s)
+        world.advance(world.settings.peer.request_timeout_s)
         if not is_repeated:
             break
-    world.advance(world.settings.silent_after_s - 0.1)
+    world.advance(world.settings.peer.silent_after_s - 0.1)
     assert len(source.host.node.waiting) == 2
     world.advance(0.2)
     assert len(source.host.node.waiting) == 0
