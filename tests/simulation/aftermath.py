@@ -42,6 +42,8 @@ class Hardship(StrEnum):
     MESSAGES = "messages are lost"
     LONG_PREFILL = "its source takes long to write it"
     LONG_READ = "its read takes long"
+    READ_FAILS = "its read fails"
+    CONNECTION_BREAKS = "the connection breaks by which it is read"
     LONG_QUEUE = "its reader's queue is longer than its lease"
     READER_DIES = "a reader dies in whose queue it was for longer than its lease"
 
@@ -57,7 +59,7 @@ class Loss(StrEnum):
 # Those in which no pull has to be repeated.
 AT_ONCE = frozenset({
     Hardship.NONE, Hardship.READERS_MOVER_DIES, Hardship.LONG_PREFILL, Hardship.LONG_READ,
-    Hardship.LONG_QUEUE, Hardship.READER_DIES,
+    Hardship.LONG_QUEUE, Hardship.READER_DIES, Hardship.READ_FAILS,
 })  # fmt: skip
 ENDS_MOVERS = frozenset({
     Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE, Hardship.READERS_MOVER_DIES,
@@ -150,6 +152,10 @@ class Aftermath:
                     world.after(LONG_PREFILL_S, world.kernel.resume, worker.process)
             case Hardship.LONG_READ:
                 world.planned_at[Moment.READ].append((0.0, self._stall))
+            case Hardship.READ_FAILS:
+                world.planned_at[Moment.READ].append((0.0, lambda mover: mover.fail_one_read(settled=True)))
+            case Hardship.CONNECTION_BREAKS:
+                world.planned_at[Moment.READ].append((0.0, self._break_connection))
 
     def _have_wait(self, sink: Engine, transfer: Transfer, dies: bool) -> None:
         """Have an engine announce a transfer and not come for it; it dies where another is to read."""
@@ -167,6 +173,11 @@ class Aftermath:
     def _kill_mover(self, transport: SimTransport) -> None:
         if transport.process.parent is not self._world.kernel.host:  # else it is a thread of a rank
             self._world.kernel.kill(transport.process)
+
+    @staticmethod
+    def _break_connection(transport: SimTransport) -> None:
+        for agent in transport.agents_read_from:
+            transport.lose_connection(agent)
 
     def _stall(self, transport: SimTransport) -> None:
         transport.stalls_until = self._world.kernel.now + LONG_READ_S

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ANSWER_S = 12.0
 NUM_CALLS = 16  # of an episode
 NUM_TOKENS = 5
+TOO_MANY_TOKENS = 17  # no transfer has so many
 STRANGER = 4242  # a user that has no engine
 # Codes of wrong arguments, as the client's own check has them.
 INVALID, BAD = Code.BLOCKS_INVALID, Code.BAD_REQUEST
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     num_tokens: Any = NUM_TOKENS
     seconds: Any = 10.0  # its deadline, or its lease
     more: dict[str, Any] = {}  # of other arguments  # noqa: RUF012
+    longer: Any = None  # lists of more tokens than any transfer has
 
 
 Change = Callable[[Call], Call | None]
@@ -118,6 +120,10 @@ OF_BOTH: Wrong = {
 }  # fmt: skip
 OF_PULLS: Wrong = {
     "another nonce": (Code.NONCE_WRONG, _with_ref(nonce="0" * 32)),
+    "more tokens than are published": (
+        Code.TOKENS_NOT_PUBLISHED,
+        lambda call: call.longer and call._replace(lists=call.longer, num_tokens=TOO_MANY_TOKENS),
+    ),
     "an engine that there is not": (Code.ENGINE_UNKNOWN, _with_ref(engine_id="nobody")),
     "another generation": (Code.GENERATION_STALE, _with_ref(generation="g0")),
     "a transfer that never was": (Code.TRANSFER_UNKNOWN, _with_ref(transfer_id="never")),
@@ -244,7 +250,7 @@ class Blunders:
         if (transfer := source.publish(2)) is None:
             return
         can_grow = [one.publisher for one in world.sources if one.shape.can_grow]
-        growing = [publisher for publisher in can_grow if publisher.spec is not None]
+        growing = [one for one in can_grow if one.handle is not None and one.shape and _lists(one.shape, [0])]
         transfer.lease_s = NUM_CALLS * ANSWER_S
         self._wait(lambda: transfer.ref is not None, ANSWER_S)
         for _ in range(NUM_CALLS):
@@ -264,14 +270,18 @@ class Blunders:
         name = self._rng.choice(sorted(wrong))
         code, change = wrong[name]
         deployment = worker.engine.shape.deployment
-        lists = draw_request(self._rng, deployment, NUM_TOKENS, list(range(deployment.num_blocks)))
+        lists, longer = (
+            draw_request(self._rng, deployment, number, list(range(deployment.num_blocks)))
+            for number in (NUM_TOKENS, TOO_MANY_TOKENS)
+        )
         assert transfer.ref is not None
         if lists is None:
             return
         if what == "pull":
             assert worker.shape is not None
             lists = own_lists(worker.shape.layout, lists)
-        if (call := change(Call(transfer.ref, lists))) is not None:
+            longer = longer and own_lists(worker.shape.layout, longer)
+        if call := change(Call(transfer.ref, lists, longer=longer)):
             self._expect(
                 code, f"{worker.name} calls {what} with {name}", partial(self._call, worker, what, call)
             )

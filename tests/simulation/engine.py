@@ -1157,7 +1157,8 @@ class Worker:
             self.world.violate(
                 Check.BEFORE_KERNELS, f"pull {ticket} of {self.name} has read into used blocks"
             )
-        if pull.transfer.is_of_liar:
+        if pull.transfer.is_of_liar:  # who may never say that it has heard so: then it is not counted yet
+            self.world.unsure_counts.add(self.node)
             return
         if wrong := self.store.wrong(pull.lists, pull.transfer.number, pull.transfer.num_tokens):
             self.world.violate(Check.RIGHT_BYTES, f"pull {ticket} of {self.name}: {wrong}")

@@ -273,14 +273,15 @@ class SimTransport:
             self._lost.add(agent)
         return bool(reads)
 
-    def fail_one_read(self, late_share: float = 0.5) -> bool:
-        """Have a read fail in a way that proves nothing; return whether there was one.
+    def fail_one_read(self, late_share: float = 0.5, *, settled: bool = False) -> bool:
+        """Have a read fail, in a way that proves nothing unless `settled`; return whether there was one.
 
         late_share: of the pieces that have not landed may land later.
         """
         reads = [read for read in self.reads if read.is_open]
         if reads:
-            self._fail(self._kernel.rng.choice(reads), settled=False, lost=False, late_share=late_share)
+            late_share = 0.0 if settled else late_share
+            self._fail(self._kernel.rng.choice(reads), settled=settled, lost=False, late_share=late_share)
         return bool(reads)
 
     @property

@@ -57,9 +57,15 @@ PAGE_BYTES = 24  # of a source's block ids, where lists go in parts
 
 
 # Numbers of the product that are never reached in small worlds: each low enough that it is. Those without a
-# module are rows of the table of limits. Past these, honest requests may be refused.
+# module are rows of the table of limits, or settings. Past these, honest requests may be refused.
 LOW_NUMBERS = {
     "acknowledged": 24,
+    "block_id_bytes": 40_000,
+    "grants": 6,
+    "limits.max_inflight_bytes": 2000,
+    "limits.max_peers": 2,
+    "owned_ranks": 4,
+    "plan_bytes": 20_000,
     "early_ready": 2,
     "ended_transfers": 16,
     "open_requests": 12,
@@ -204,6 +210,8 @@ class World:
                 interposed.set_on(place, "MAX_FDS_PER_FRAME", traits.frame_fds)
         for named in (*traits.low_numbers, *traits.small_numbers):
             module, _, name = named.rpartition(" ")
+            if named.startswith("limits."):
+                continue
             if module:
                 number = (LOW_NUMBERS | SMALL_NUMBERS)[named]
                 interposed.set_on(importlib.import_module(f"kvxferd.{module}"), name, number)
@@ -266,6 +274,9 @@ class World:
 
     def _config_of(self, node: str) -> Config:
         limits = LimitsConfig(staging_bytes=self.traits.staging_bytes)
+        for named in self.traits.low_numbers:
+            if named.startswith("limits."):
+                limits = replace(limits, **{named.removeprefix("limits."): LOW_NUMBERS[named]})
         if self.traits.has_low_limits:
             limits = replace(limits, max_transfers_per_engine=LOW_LIMIT, max_pulls_per_rank=LOW_LIMIT)
         return Config(
