@@ -368,7 +368,7 @@ class Worker:
         self.store: Store | None = None
         self.graves: list[Store] = []  # memory that it has given back
         self.handle: client.RankHandle | client.Publisher | None = None
-        self.is_suspending = self.is_suspended = False
+        self.is_suspending = self.is_suspended = self.is_leaving = False
         self.pulls: dict[int, Pull] = {}  # by ticket, those that have not ended or are in doubt
         self.answers: dict[int | str, list[object]] = {}  # to wrong calls: the codes of their ends
         self._commands: deque[Callable[[], None]] = deque()
@@ -413,6 +413,7 @@ class Worker:
         """Close the session, and end."""
         if self.handle is not None:
             self.tell("leaves")
+            self.is_leaving = True
             self.world.kernel.on_strike(self.process)
             for pull in self.pulls.values():
                 pull.is_cancelled = True
@@ -960,7 +961,7 @@ class Worker:
                 f"pull {ticket} of {self.name} has not ended",
                 (self,),
                 CLIENT_GRACE_S + TWO_TRIPS_S,
-                lambda: bool(pull.ended) or not self.is_alive,
+                lambda: bool(pull.ended) or not self.is_alive or self.is_leaving,
             )
 
         self.world.kernel.at(pull.ends_by, look)

@@ -152,13 +152,14 @@ class SimTransport:
         return ";".join([self._agent, *(f"{span.address}+{span.size_bytes}" for span in spans)]).encode()
 
     def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
-        name, *spans = metadata.decode().split(";")
+        try:
+            name, *spans = metadata.decode().split(";")
+            found = {(int(address), int(size)) for address, size in (span.split("+") for span in spans)}
+        except ValueError as error:
+            raise TransportError(f"cannot load metadata: {error}", settled=True) from error
         if agent not in (None, name):
             raise TransportError("metadata of another agent", settled=True)
-        loaded = self._remote.setdefault(AgentName(name), set())
-        for span in spans:
-            address, _, size = span.partition("+")
-            loaded.add((int(address), int(size)))
+        self._remote.setdefault(AgentName(name), set()).update(found)
         return AgentName(name)
 
     def drop_remote(self, agent: AgentName) -> None:
