@@ -13,12 +13,18 @@ from msgspec.structs import replace
 from kvxferd import client
 from kvxferd.client import BlockList
 from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import Ticket, TransferId
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
 from kvxferd.memory import SealedMemory
+from kvxferd.wire import worker as worker_wire
+from kvxferd.wire.common import Message, Versions
+from kvxferd.wire.framing import HEADER, encode_frame
+from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import Transfer, Worker
 from tests.simulation.shapes import draw_request, own_lists
 from tests.simulation.store import MemoryKind, Store
+from tests.support.raw_worker import RawWorker, frame
 
 if TYPE_CHECKING:
     from tests.simulation.aftermath import Wait
@@ -237,6 +243,29 @@ OF_REGISTRATIONS: dict[str, tuple[Code, Callable[[Stranger], Stranger]]] = {
 }  # fmt: skip
 
 
+# What a process sends that is no client.
+HELLO = worker_wire.Hello(versions=worker_wire.WORKER_VERSIONS, client="stranger")
+OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
+    "nothing first": (Code.OUT_OF_PLACE, [worker_wire.Suspend()]),
+    "hello twice": (Code.OUT_OF_PLACE, [HELLO, HELLO]),
+    "a version of tomorrow": (
+        Code.BAD_VERSION, [worker_wire.Hello(versions=Versions(oldest=99, newest=99), client="stranger")],
+    ),
+    "a cancel of nobody's": (Code.OUT_OF_PLACE, [HELLO, worker_wire.Cancel(ticket=Ticket(1))]),
+    "a withdrawal of nobody's": (
+        Code.OUT_OF_PLACE, [HELLO, worker_wire.Unpublish(transfer_id=TransferId("t1"))],
+    ),
+    "a report of nobody's": (Code.OUT_OF_PLACE, [HELLO, worker_wire.Ready(transfer_id=TransferId("t1"))]),
+    "no message": (Code.BAD_FRAME, [HELLO, encode_frame(b"\xc1")]),
+    "a message of no kind": (Code.BAD_FRAME, [HELLO, encode_frame(b"\x81\xa1t\xa4None")]),
+    "a frame past the limit": (Code.FRAME_TOO_LARGE, [HELLO, HEADER.pack(MAX_FRAME_BYTES + 1, 0, 0)]),
+    "a large first frame": (Code.FRAME_TOO_LARGE, [HEADER.pack(MAX_FRAME_BYTES, 0, 0)]),
+    "more descriptors than go": (Code.BAD_FRAME, [HELLO, HEADER.pack(8, MAX_FDS_PER_FRAME + 1, 0)]),
+    "a header of another kind": (Code.BAD_FRAME, [HELLO, HEADER.pack(8, 0, 7)]),
+    "descriptors that do not come": (Code.BAD_FRAME, [HELLO, HEADER.pack(1, 2, 0), b"\x80"]),
+}  # fmt: skip
+
+
 class Blunders:
     """Makes wrong calls. `wait` lets the world go on until something is true, or so long."""
 
@@ -259,7 +288,9 @@ class Blunders:
                 self._check_call(source.publisher, transfer, "publish", OF_BOTH | OF_PUBLISHES)
             elif drawn < 0.8:
                 self._check_call(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS)
-            elif drawn < 0.9 or not growing:
+            elif drawn < 0.85:
+                self._check_stranger(rng.choice(world.node_names))
+            elif drawn < 0.93 or not growing:
                 self._check_registration(rng.choice([*source.ranks, *sink.ranks]))
             else:
                 self._check_growing(rng.choice(growing))
@@ -334,6 +365,26 @@ class Blunders:
             worker.do(run)
 
         self._expect(code, f"{worker.name} says {name}", make)
+
+    def _check_stranger(self, node: str) -> None:
+        """A process that is no client hears why its connection is closed."""
+        name = self._rng.choice(sorted(OF_STRANGERS))
+        code, sent = OF_STRANGERS[name]
+
+        def make(answers: list[object]) -> None:
+            def run() -> None:
+                stranger = RawWorker(str(self._world.socket_of(node)), hello=False)
+                for one in sent:
+                    stranger.raw(one if isinstance(one, bytes) else frame(one))
+                heard = stranger.await_one(worker_wire.Farewell, ANSWER_S)
+                answers.append(heard and heard.code)
+                if stranger.next(ANSWER_S) is not None or not stranger.ended:
+                    answers.append("goes on")
+                stranger.close()
+
+            self._world.kernel.spawn(f"stranger at {node}", run, uid=STRANGER)
+
+        self._expect(code, f"a process sends {name} to {node}", make)
 
     def _check_registration(self, worker: Worker) -> None:
         """A process cannot take the place of a rank, nor one beside it."""

@@ -87,6 +87,7 @@ class Fabric:
         self.agents: dict[AgentName, SimTransport] = {}
         self.num_late = 0
         self.is_hurried = False  # no chance is taken any more
+        self.num_bindings_to_refuse = 0  # so many movers cannot register memory
         self.on_strike: Callable[..., None] = lambda process, seconds=0.0: None  # its reads fail, or stall
         self.on_moment: Callable[[Moment, SimTransport], None] = lambda moment, transport: None
 
@@ -137,6 +138,10 @@ class SimTransport:
     def register(self, span: MemoryRange) -> None:
         if not self._spans:
             self._fabric.on_moment(Moment.BINDING, self)
+            if self._fabric.num_bindings_to_refuse:
+                self._fabric.num_bindings_to_refuse -= 1
+                self._fabric.on_strike(self.process)
+                raise TransportError("cannot register memory: simulated failure", settled=True)
         self._spans[span.address] = span.size_bytes
 
     def deregister(self, span: MemoryRange) -> None:

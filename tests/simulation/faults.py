@@ -59,7 +59,7 @@ KINDS = {
     "lose-daemon-in-doubt": 3, "cut-worker-at-read": 2,
     "stop-daemon-at-read": 2, "sleep-before-mover": 1, "republish": 1,
     "sleep-at-registering": 1, "operator-cancels-transfer": 2, "operator-cancels-pull": 2, "drop-peer": 1,
-    "disown": 1, "kill-member-at-extend": 1,
+    "disown": 1, "kill-member-at-extend": 1, "refuse-binding": 1,
 }  # fmt: skip
 RARE_MESSAGES = (  # of which one lost at random would seldom be
     "GrantReply", "RenewGrants", "GrantsRenewed", "ReleaseGrant", "Acknowledge",
@@ -110,6 +110,7 @@ class Faults:
         """Undo what would last."""
         world = self._world
         world.plan_nothing()
+        world.fabric.num_bindings_to_refuse = 0
         world.network.give_back_addresses()
         for process in world.kernel.processes.values():
             process.slowness, process.max_fd, process.num_cuts = 1.0, MAX_FD, 0
@@ -811,6 +812,13 @@ class Faults:
             self._world.expectations.disturb(0.0, found[0])
             self._world.kernel.kill(found[1])
             self._at_read(rng, kind, act, Moment.BINDING)
+
+    def _refuse_binding(self, rng: random.Random) -> None:
+        """A mover dies, and the next ones cannot register the memory of a rank."""
+        if (found := self._mover()) is not None:
+            self._strike("refuse-binding", found[1].name, FORKED_AGAIN_S, *self._world.node_names)
+            self._world.kernel.kill(found[1])
+            self._world.fabric.num_bindings_to_refuse = rng.choice((1, 2, 4))
 
     def _sleep_at_binding(self, rng: random.Random) -> None:
         """A rank sleeps when it has another mover, and its daemon may die a moment later."""

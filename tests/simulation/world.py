@@ -65,7 +65,7 @@ LOW_NUMBERS = {
     "limits.max_inflight_bytes": 2000,
     "limits.max_peers": 2,
     "owned_ranks": 4,
-    "plan_bytes": 20_000,
+    "plan_bytes": 100_000,
     "early_ready": 2,
     "ended_transfers": 16,
     "open_requests": 12,
