@@ -136,7 +136,7 @@ class SimTransport:
     # --- memory
 
     def register(self, span: MemoryRange) -> None:
-        if not self._spans:
+        if len(self._spans) == 1:  # what a mover has before it has a rank is for its fence words
             self._fabric.on_moment(Moment.BINDING, self)
             if self._fabric.num_bindings_to_refuse:
                 self._fabric.num_bindings_to_refuse -= 1

@@ -63,7 +63,7 @@ LOW_NUMBERS = {
     "block_id_bytes": 40_000,
     "grants": 6,
     "limits.max_inflight_bytes": 2000,
-    "limits.max_peers": 2,
+    "limits.max_peers": 4,
     "owned_ranks": 4,
     "plan_bytes": 100_000,
     "early_ready": 2,
