@@ -233,8 +233,8 @@ def records() -> list[Record]:
     ]
 
 
-def samples() -> Samples:
-    """Three slots, the second of which is missing: the pulls of `records`, and one that was read here."""
+def samples(pull: PullRecord | None = None) -> Samples:
+    """Three slots, the second of which is missing: the pulls of `records`, one that was read here, `pull`."""
     now = 105.0
     found = Samples(lambda: now, lambda: 1_700_000_000.0 + now)
     for record in records():
@@ -243,7 +243,7 @@ def samples() -> Samples:
     found.tick()
     now = 125.0
     found.tick()
-    found.add(pull_record())
+    found.add(pull or pull_record())
     return found
 
 

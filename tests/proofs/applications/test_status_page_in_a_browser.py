@@ -15,12 +15,13 @@ import pytest
 
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineId, PullId, TransferId
-from kvxferd.records import Record, ReleaseRecord
+from kvxferd.records import PullRecord, Record, ReleaseRecord
 from kvxferd.telemetry import units
+from kvxferd.telemetry.samples import Samples
 from kvxferd.telemetry.warnings import NodeWarning
 from tests.support.browser import Page, browser_page, find_browser
 from tests.support.http_harness import config_in, serving
-from tests.support.node_samples import StillNode, node_warning, pull_record
+from tests.support.node_samples import StillNode, node_warning, pull_record, samples
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.processes import stopped
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
@@ -137,6 +138,12 @@ class HostileNode(StillNode):
         lease = ReleaseRecord(transfer_id=transfer, engine_id=engine, why=Code.LEASE_EXPIRED, held_s=30.0)
         return [pull, msgspec.structs.replace(pull, outcome="delivered", code=None, pull=PullId(9)), lease]
 
+    @property
+    def samples(self) -> Samples:
+        _, delivered, _ = self.records()
+        assert isinstance(delivered, PullRecord)
+        return samples(delivered)
+
 
 async def test_texts_from_outside_stay_texts(tmp_path: Path) -> None:
     assert BROWSER is not None
@@ -157,7 +164,7 @@ async def test_texts_from_outside_stay_texts(tmp_path: Path) -> None:
                 await page.evaluate("[...document.links].find(link => link.hash).click()")
                 shown = await until(page, lambda found: "Transfer " in found, text, WITHIN_S)
                 assert shown.count(f"message\t{seen}") == 2, shown
-                assert "plan 1 ms, wire -" in shown
+                assert "plan 1 ms, wire 278 h" in shown
                 shapes[text].append(await page.evaluate(SHAPE))
         assert page.errors == []
     assert all(shape == shapes["plain"] for shape in shapes.values())
