@@ -7,16 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
+from kvxferd.control.peer_inbox import PeerInbox
 from kvxferd.mover.reads.pull_engine import PullEngine
 from tests.simulation import runs
 from tests.simulation.checks import Check
-from tests.simulation.episode import Plan
+from tests.simulation.episode import Plan, Size
 from tests.simulation.kernel import can_fork
 from tests.simulation.shrink import Shrinker
 
@@ -67,6 +70,23 @@ def line_of_run(environment: Mapping[str, str]) -> dict[str, Any]:
     )
     line: dict[str, Any] = json.loads(done.stdout)
     return line
+
+
+def test_lies_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that raises at what no honest one sends is noticed where one lies."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(PeerInbox, "_refuse_undecodable", refuse)
+    found = []
+    for seed in range(20):
+        plan = Plan.draw(seed, Size(faults=20))
+        plan = structs.replace(plan, traits=replace(plan.traits, lies_share=0.3))
+        found.append(runs.run(plan))
+        if found[-1].check:
+            break
+    assert "peer message failed" in found[-1].problem
 
 
 @pytest.mark.slow
