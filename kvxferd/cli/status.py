@@ -22,7 +22,10 @@ from kvxferd.tooling.output import format_count, print_fields, print_json, print
 @json_option
 @with_control_client
 def status(daemon: ControlClient, as_json: bool) -> None:
-    """Show the state of the daemon on this node. Exit status: 0 if it is ready, 1 if it is not."""
+    """Show the state of the daemon on this node.
+
+    Exit status: 0 if it is ready, 1 if it is not, 2 if no daemon answers.
+    """
     reply = daemon.get("/v1/status")
     if as_json:
         print_json(reply)

@@ -268,6 +268,7 @@ def write(parts: CollectedParts, output: Path) -> None:
         raise KvxferdError(
             f"cannot write a support bundle to {output}: {error.strerror}; give --output another file"
         ) from error
+    directory = output.name.removesuffix(".tgz").removesuffix(".gz").removesuffix(".tar")
     try:
         with (
             os.fdopen(fd, "wb") as file,
@@ -275,7 +276,7 @@ def write(parts: CollectedParts, output: Path) -> None:
             tarfile.open(fileobj=packed, mode="w") as archive,
         ):
             for name, text in texts.items():
-                entry = tarfile.TarInfo(f"{output.name.removesuffix('.tar.gz')}/{name}")
+                entry = tarfile.TarInfo(f"{directory}/{name}")
                 entry.size, entry.mode, entry.mtime = len(text), 0o600, int(time.time())
                 archive.addfile(entry, io.BytesIO(text))
     except OSError as error:

@@ -18,11 +18,11 @@ REMEDIES: dict[str, str] = {
         f"{_PING}. An engine or a rank: look at its process there, and at its mover, `kvxferd-mover` in `ps`"
     ),
     Code.RELEASED: (
-        "the source took its blocks back too early, and the message has why: `lease-expired` needs a longer "
-        "transfer.lease_s there or an earlier pull, any other reason a look at that engine"
+        "the source took its blocks back too early, and the message has why: look at that engine"
     ),
     Code.LEASE_EXPIRED: (
-        "the pull came after its lease: raise transfer.lease_s at the source, or let decode pull sooner"
+        "the pull came after its lease: raise transfer.lease_s at the source, or let decode pull or prepare "
+        "sooner. Or it waited, and its engine reported no tokens for as long: look at that engine"
     ),
     Code.BUSY: "a limit is reached, and the message in `kvxferd history --failed` names it",
     Code.NOT_ALLOWED: (

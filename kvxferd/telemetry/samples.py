@@ -64,7 +64,7 @@ class NodeRow(SumsRow, frozen=True, kw_only=True):
     """What the node did in some time."""
 
     served_bytes: int  # that other pulls read from this node, counted when they acknowledge
-    failures: dict[str, int]  # failed pulls by code, the commonest first
+    failures: dict[str, int]  # failed pulls by code, the commonest first, then the latest
 
 
 class SlotRow(NodeRow, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class LastMinute(NodeRow, frozen=True, kw_only=True):
     failure_share: float  # failed / (delivered + failed), 0 to 1
     pulled_bytes_per_s: float
     served_bytes_per_s: float
-    worst_code: str  # the commonest code of a failed pull; "" without one
+    worst_code: str  # the commonest code of a failed pull, then the latest; "" without one
     worst_peer: str  # the daemon from which most of those should have come; "" if not known
 
 
@@ -117,7 +117,7 @@ class _Sums:
         """Count a pull that was delivered, or failed."""
         if record.outcome != "delivered":
             code = record.code.value if record.code is not None else Code.INTERNAL.value
-            self.failures[code] = self.failures.get(code, 0) + 1
+            self.failures[code] = self.failures.pop(code, 0) + 1  # the latest is the last
             self.last_code, self.last_failed_at = code, record.ended_at
             return
         self.delivered += 1
@@ -134,10 +134,10 @@ class _Sums:
         found.pulled_bytes = min(sum(part.pulled_bytes for part in parts), _MAX_SUM)
         found.elapsed_s = sum(part.elapsed_s for part in parts)
         failures: Counter[str] = Counter()
-        for part in parts:
+        for part in reversed(parts):  # of two codes that are as common the latest comes first
             for bucket, count in part.times.items():
                 found.times[bucket] = found.times.get(bucket, 0) + count
-            for code, count in part.failures.items():
+            for code, count in reversed(part.failures.items()):
                 failures[code] += count
         found.failures = dict(failures.most_common())
         found.last_code, found.last_failed_at = last.last_code, last.last_failed_at

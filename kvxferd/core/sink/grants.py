@@ -132,6 +132,13 @@ class GrantClient:
             text += f"; or its ranks were not ready, for which it waits {wait_s:g} s"
         return address, f"in {hold.state}: {address} {text}"
 
+    def describe_silence(self, hold: HeldGrant) -> str:
+        """Say for how long a peer that was asked for more tokens has not said that it waits; "": it has."""
+        silent_s = self._peers.silent_s(hold.ref.endpoint, hold.started_at)
+        if not hold.awaits_more or silent_s <= 2 * self._context.settings.peer.request_timeout_s:
+            return ""
+        return f"{address_of(hold.ref.endpoint)} has sent nothing for {silent_s:.1f} s; {CHECK_PEER}"
+
     def ask_why(self, hold: HeldGrant) -> None:
         """Send again what the grant waits for: a peer that is there replies why it waits.
 

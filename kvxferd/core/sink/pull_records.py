@@ -156,6 +156,9 @@ def describe_wait(pull: Pull, need: Need | Piece, grant_client: GrantClient) -> 
     if need is Need.TOKENS:
         engine = f"engine {pull.ref.engine_id}"
         has = f"{pull.tokens_read} of {pull.num_tokens} tokens are read"
+        if silence := grant_client.describe_silence(hold):
+            where = f"while {engine} had the rest to compute ({has}), and {silence}"
+            return address_of(pull.ref.endpoint), where
         return f"the ranks of {engine}", f"while {engine} computed the rest ({has}); look at that engine"
     return (f"the mover of {rank}", f"while it waited for a mover of {rank}; see the log for why it has none")
 

@@ -104,6 +104,9 @@ class GrantServer:
         if transfer is None:
             tombstone = self._published.ended.get(_key_of(ref))
             if tombstone is not None and tombstone.nonce == ref.nonce:
+                if tombstone.why is Code.LEASE_EXPIRED:
+                    why = "its lease ran out: no reader renewed it, and its engine reported no more tokens"
+                    return Obstacle(Code.LEASE_EXPIRED, f"{why}; its blocks may hold others")
                 why = f"it was released ({tombstone.why}); its blocks may hold others"
                 return Obstacle(Code.RELEASED, why)
         if obstacle := self._engine_obstacle(message, engine):

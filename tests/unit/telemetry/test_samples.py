@@ -147,6 +147,11 @@ def test_the_worst_peer_is_one_with_the_worst_code() -> None:
             node.samples.add(failed(code, peer=Endpoint(f"tcp://{peer}:1")))
     found = node.samples.last_minute()
     assert (found.worst_code, found.worst_peer) == (Code.DEADLINE, "tcp://b:1")
+    node.samples.add(
+        failed(Code.NOT_ALLOWED, peer=Endpoint("tcp://d:1"))
+    )  # as common as the other, and later
+    found = node.samples.last_minute()
+    assert (found.worst_code, found.worst_peer) == (Code.NOT_ALLOWED, "tcp://c:1")
 
 
 def test_absurd_numbers_are_no_error() -> None:

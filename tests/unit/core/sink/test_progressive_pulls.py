@@ -158,8 +158,8 @@ def test_a_prefill_that_stops_ends_the_pull_with_the_lease(world, source, sink):
     assert sink.ended(ticket) is None
     world.advance(0.2)
     failed = sink.ended(ticket)
-    assert (failed.code, failed.safe_to_reuse) == (Code.RELEASED, True)
-    assert "it was released (lease-expired)" in failed.message
+    assert (failed.code, failed.safe_to_reuse) == (Code.LEASE_EXPIRED, True)
+    assert "its engine reported no more tokens" in failed.message
     assert source.received(wk.Released)[0].why is Code.LEASE_EXPIRED
     world.advance(10)
     assert world.hosts["p"].node.is_idle
@@ -543,6 +543,21 @@ def test_both_daemons_show_how_far_a_transfer_is(world, source, sink):
     extend(source, 9, TOKENS)
     (transfer,) = source.host.node.snapshot().transfers
     assert transfer.ready_tokens == TOKENS
+
+
+def test_a_pull_that_waits_for_more_says_that_the_peer_is_silent(world, source, sink):
+    pull(sink, publish(source, ready=8, lease_s=60.0), deadline_s=30.0)
+    world.advance(3)
+    (running,) = sink.host.node.snapshot().pulls
+    assert (
+        running.waits
+        == "while engine prefill computed the rest (8 of 19 tokens are read); look at that engine"
+    )
+    world.hold_network = True
+    world.advance(6)
+    (running,) = sink.host.node.snapshot().pulls
+    assert "had the rest to compute" in running.waits
+    assert f"{source.host.endpoint} has sent nothing for" in running.waits
 
 
 def test_a_pull_that_waits_says_for_what(world, source, sink):
