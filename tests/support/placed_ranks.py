@@ -7,7 +7,6 @@ MISSING fail while the ranks are placed. In each case one rank publishes, and an
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,7 +34,6 @@ SIZE = NUM_BLOCKS * BLOCK_BYTES
 def place(socket: str, driver: str, cases: Sequence[str], agent: Agent) -> list[dict[str, Any]]:
     """Return what both ranks of each case reported, and whether the bytes came; or why none was placed."""
     agent.can_serve_again = False
-    os.environ["KVXFERD_DRIVER"] = driver
     return [_place(socket, driver, *case.split(":")) for case in cases]
 
 

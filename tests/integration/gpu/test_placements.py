@@ -18,7 +18,8 @@ from tests.support.nodes.fleet import Fleet
 def place(fleet: Fleet, driver: str, movers: str, *cases: str) -> list[dict[str, Any]]:
     """Return what two ranks found in each case, on a daemon whose movers have the driver `movers`."""
     socket = daemon(fleet, "node", movers).worker_socket
-    found: list[dict[str, Any]] = fleet.rank().run(partial(placed_ranks.place, socket, driver, cases))
+    rank = fleet.rank(KVXFERD_DRIVER=driver)  # a new process: other tests' may have imported nixl
+    found: list[dict[str, Any]] = rank.run(partial(placed_ranks.place, socket, driver, cases))
     return found
 
 
