@@ -91,10 +91,6 @@ MOVES: dict[tuple[ClientPullPhase, ClientPullSignal], tuple[ClientPullPhase, Eng
     ),
     (ClientPullPhase.IN_DOUBT, ClientPullSignal.QUIESCED): (ClientPullPhase.ENDED, EngineEvent.QUIESCED),
     (ClientPullPhase.IN_DOUBT, ClientPullSignal.MOVERS_EXITED): (ClientPullPhase.ENDED, EngineEvent.QUIESCED),
-    (ClientPullPhase.IN_DOUBT, ClientPullSignal.CONNECTION_LOST): (
-        ClientPullPhase.IN_DOUBT,
-        EngineEvent.NOTHING,
-    ),
 }
 
 
@@ -239,10 +235,13 @@ class ClientPulls:
             self._move(pull, ClientPullSignal.QUIESCED)
 
     def connection_lost(self, epoch: int, now: float, code: Code, why: str) -> None:
-        """Handle the end of the connection: its pulls are decided by the death of their mover."""
+        """Handle the end of the connection: its pulls are decided by the death of their mover.
+
+        Those that are lost already, as the session closes, keep their reason.
+        """
         for pull in self._sent_in(epoch):
-            self._move(pull, ClientPullSignal.CONNECTION_LOST)
-            if pull.phase is ClientPullPhase.LOST:
+            if pull.phase is ClientPullPhase.SENT:
+                self._move(pull, ClientPullSignal.CONNECTION_LOST)
                 _set_reason(pull, code, why)
                 self._set_timer(pull, min(now + MOVER_DEATH_S, pull.deadline + DEADLINE_GRACE_S))
 

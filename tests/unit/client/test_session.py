@@ -185,6 +185,17 @@ def test_a_progressive_pull_is_waited_for_as_long_as_its_daemon_may_have_it_wait
     assert [(event.code, event.safe_to_reuse) for event in events] == [(Code.DEADLINE, False)]
 
 
+def test_a_session_that_closes_after_its_connection_ends_its_pulls_once() -> None:
+    """A resident rank's: its movers are gone, and its pulls were lost before."""
+    events: list[Event] = []
+    pulls = ClientPulls(events.append)
+    pulls.build_message(add(pulls, deadline=9.0), epoch=1, now=0.0)
+    pulls.connection_lost(1, 2.0, Code.DAEMON_LOST, "gone")
+    pulls.connection_lost(1, 2.1, Code.CANCELLED, "closed")
+    pulls.movers_exited(1)
+    assert [(event.code, event.safe_to_reuse) for event in events] == [(Code.DAEMON_LOST, True)]
+
+
 def test_other_epochs_are_left_alone() -> None:
     events: list[Event] = []
     pulls = ClientPulls(events.append)
