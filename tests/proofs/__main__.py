@@ -14,11 +14,13 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -27,6 +29,7 @@ from xml.etree import ElementTree
 
 from tests.proofs.sglang import environment as sglang_environment
 from tests.proofs.vllm import environment
+from tests.support.nodes.processes import descendants
 from tests.support.repository import ROOT
 
 EVIDENCE = ROOT / "docs" / "evidence" / "proofs.toml"
@@ -225,20 +228,35 @@ class Run(NamedTuple):
     why: str = ""  # or which of its tests were skipped, and why
 
 
-def run(proof: Proof, arguments: str) -> Run:
-    """Run a proof whose needs are met, and print its line of JSON."""
+def run(proof: Proof, arguments: str, left_s: float = float("inf")) -> Run:
+    """Run a proof whose needs are met, and print its line of JSON. After `left_s` it is killed: skipped."""
     began = time.monotonic()
     REPORT.unlink(missing_ok=True)
-    done = [
-        subprocess.run(command, cwd=ROOT, check=False).returncode for command in proof.commands(arguments)
-    ]
-    num_tests, skips = skipped_tests()
-    result = "failed" if any(done) else "skipped" if skips and len(skips) == num_tests else "passed"
-    why = f"{len(skips)} of {num_tests} tests skipped: {'; '.join(sorted(set(skips)))}" if skips else ""
+    try:
+        done = [
+            _exit_status(command, began + left_s - time.monotonic()) for command in proof.commands(arguments)
+        ]
+        num_tests, skips = skipped_tests()
+        result = "failed" if any(done) else "skipped" if skips and len(skips) == num_tests else "passed"
+        why = f"{len(skips)} of {num_tests} tests skipped: {'; '.join(sorted(set(skips)))}" if skips else ""
+    except subprocess.TimeoutExpired:
+        result, why = "skipped", f"it did not end within the {left_s / 60:.0f} min that were left"
     finished = Run(proof, result, round(time.monotonic() - began, 1), why)
     line = {"proof": proof.name, "arguments": arguments or proof.size} | line_of(finished)
     print(json.dumps(line), flush=True)
     return finished
+
+
+def _exit_status(command: Sequence[str], left_s: float) -> int:
+    """Run a command. After `left_s` seconds kill it with its processes, and raise TimeoutExpired."""
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            return process.wait(None if left_s == float("inf") else left_s)
+        except BaseException:
+            for pid in (*descendants(process.pid), process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
 
 
 def skipped_tests() -> tuple[int, list[str]]:
@@ -318,7 +336,12 @@ def main() -> int:
     parser.add_argument(
         "--stale", action="store_true", help="those whose paths changed since they last passed"
     )
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none that takes longer")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="begin none that takes longer; kill one that does",
+    )
     parser.add_argument("--record", action="store_true", help="write the results into docs/evidence")
     requested = parser.parse_args()
     if unknown := set(requested.names) - set(names):
@@ -330,8 +353,9 @@ def main() -> int:
     for proof in sorted(PROOFS, key=lambda one: one.minutes):
         if requested.names and proof.name not in requested.names:
             continue
-        why = why_not(proof, requested, evidence.get(proof.name, {}), end - time.monotonic())
-        finished.append(Run(proof, "skipped", why=why) if why else run(proof, requested.args.strip()))
+        left_s = end - time.monotonic()
+        why = why_not(proof, requested, evidence.get(proof.name, {}), left_s)
+        finished.append(Run(proof, "skipped", why=why) if why else run(proof, requested.args.strip(), left_s))
         if requested.record and finished[-1].result != "skipped":
             record(finished[-1])
     show(finished)

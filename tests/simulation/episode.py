@@ -221,7 +221,7 @@ class Episode:
         """What follows the faults: a transfer arrives at once, then against hardships, or a node is lost."""
         self.aftermath.check_works_again([Hardship.NONE])
         drawn = self.rng.random()
-        if drawn < LOST_NODE_SHARE:
+        if drawn < LOST_NODE_SHARE and "owned_ranks" not in self.plan.traits.low_numbers:
             self.aftermath.check_lost_node()
             self._rest()
         elif drawn < LOST_NODE_SHARE + HARDSHIP_SHARE and not self.plan.traits.may_be_busy:

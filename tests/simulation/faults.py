@@ -577,7 +577,8 @@ class Faults:
         world, publisher = self._world, transfer.publisher
         name, home = publisher.engine.shape.name, publisher.engine.shape.nodes[0]
         self._strike("operator-cancels-transfer", f"{transfer.transfer_id} of {name}", 0.0)
-        transfer.is_withdrawn = transfer.is_cancelled = True
+        for former in publisher.engine.all_named(transfer.transfer_id):
+            former.is_withdrawn = former.is_cancelled = True
         path = f"/v1/transfers/cancel?transfer_id={transfer.transfer_id}&engine_id={name}"
         Operator(world).post(home, path, lambda: publisher.expect_withdrawn(transfer))
 

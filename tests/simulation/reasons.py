@@ -248,6 +248,8 @@ class Reasons:
                 is_so = self.is_struck(life, {*processes, *daemons, *links})
             case Code.CANCELLED:
                 is_so = transfer.is_cancelled
+            case Code.BUSY:
+                is_so = transfer.added_at > 0.0 and self._world.traits.may_be_busy
             case _:
                 is_so = why in (Code.COMPLETED, Code.ABANDONED)
         if not is_so:

@@ -212,6 +212,8 @@ def next_piece(pull: Pull) -> Piece | None:
     """Return the piece that the pull's grant allows to read now; None: no more is ready than it has."""
     hold = pull.held_grant
     assert hold.reads is not None and hold.granted is not None
+    if hold.granted.has_more:
+        return None  # of the source's list only the first pages are here
     ready = hold.granted.ready_tokens
     reads_nothing = not any(packed.ids for packed in pull.blocks.values())
     if reads_nothing or (not pull.tokens_read and ready < 0):

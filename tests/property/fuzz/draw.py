@@ -67,9 +67,7 @@ class Draw:
         """Something else, mostly of the value's type."""
         pools: list[tuple[type, list[Any]]] = [
             (bool, [True, False]),
-            (int, [*ODD_INTS, value + 1, value - 1, value * 2])
-            if isinstance(value, int)
-            else (int, ODD_INTS),
+            (int, [*ODD_INTS, *_near(value)] if isinstance(value, int) else ODD_INTS),
             (float, ODD_FLOATS),
             (str, ODD_STRINGS),
             (bytes, ODD_BYTES),
@@ -94,3 +92,8 @@ class Draw:
             at = self.below(len(tree))
             return [*tree[:at], self.mutated(tree[at]), *tree[at + 1 :]]
         return self.odd(tree)
+
+
+def _near(value: int) -> list[int]:
+    """Numbers like that one, as far as msgpack has them."""
+    return [min(max(-(2**63), near), 2**64 - 1) for near in (value + 1, value - 1, value * 2)]

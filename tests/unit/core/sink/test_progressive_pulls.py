@@ -9,6 +9,7 @@ import pytest
 
 from kvxferd.core import events as ev
 from kvxferd.core.effects import SendToPeer
+from kvxferd.core.source import grants
 from kvxferd.errors import Code
 from kvxferd.layout import Group, PackedBlocks, pack_ids
 from kvxferd.layout.presets import attention_layout
@@ -596,6 +597,19 @@ def test_what_was_asked_before_a_retry_does_not_end_the_grant_that_is_asked_for_
     mover_of(sink).copy()
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, SEED) == 0
+
+
+def test_a_list_of_which_a_page_is_refused_is_not_read(world, source, sink, monkeypatch):
+    """All its tokens are ready: what lacks would look like an engine that published too few blocks."""
+    ticket = pull(sink, publish(source, ready=4))
+    monkeypatch.setattr(grants, "MAX_PAGE_BYTES", 8)
+    world.hold_network = True
+    extend(source, 4, TOKENS)
+    world.arrive(world.network.popleft())  # the first page
+    source.say(wk.Unpublish(transfer_id="t1"))
+    world.hold_network = False
+    world.deliver()
+    assert (sink.ended(ticket).code, sink.pieces_read) == (Code.RELEASED, [4])
 
 
 def test_what_is_granted_anew_for_a_pull_that_has_ended_is_given_back(world, source, sink):
