@@ -22,6 +22,9 @@ Bytes = npt.NDArray[np.uint8]
 # interpreter's lock against more that leaves the cache (pieces of 4 MiB: 2 GB/s, and not 3.1).
 PIECE_BYTES = 256 << 10
 IMAGE_ALIGNMENT = 64  # a cache line: where the images of another form begin
+# Of fewer items numpy keeps the interpreter's lock while it copies them, and the mover's thread, which would
+# read meanwhile, waits for it: 5 ms each time.
+MIN_ITEMS = 501
 
 
 class PlacedStretches(NamedTuple):
@@ -141,7 +144,7 @@ def scatter_pieces(
     for stretches, offset in fill.placed:
         size = stretches.form.size_bytes
         target = regions[stretches.local_region]
-        rows = max(1, PIECE_BYTES // size)
+        rows = max(1, PIECE_BYTES // stretches.form.num_bytes)
         for start in range(0, len(stretches.remote), rows):
             few = stretches.slice(start, start + rows)
             begin = offset + start * size
@@ -151,17 +154,24 @@ def scatter_pieces(
 def _copy(stretches: Stretches, image: Bytes, target: Bytes) -> None:
     """Copy stretches whose images follow one another. Raises IndexError rather than leave the target."""
     form = stretches.form
+    begins = np.arange(0, len(image), form.size_bytes)[:, None]
     for copies in form.copies:
-        if copies.block is None:
-            to = stretches.local + copies.local
-        else:
-            to = stretches.local[:, copies.block] + copies.local
+        local = stretches.local if copies.block is None else stretches.local[:, copies.block]
+        length, to = _cut(local + copies.local, copies.length)
         if form.is_packed:
-            items = image.view(f"V{copies.length}")
+            items = image.view(f"V{length}")
         else:
-            begins = np.arange(0, len(image), form.size_bytes)
-            items = _at_any_byte(image, copies.length)[(begins[:, None] + copies.image).ravel()]
-        _at_any_byte(target, copies.length)[to.ravel()] = items
+            items = _at_any_byte(image, length)[_cut(begins + copies.image, copies.length)[1]]
+        _at_any_byte(target, length)[to] = items
+
+
+def _cut(begins: Int64s, length: int) -> tuple[int, Int64s]:
+    """Return the length and the beginnings of the same items, cut until they are enough, if they can be."""
+    parts = 1
+    while begins.size * parts < MIN_ITEMS and length % (2 * parts) == 0:
+        parts *= 2
+    length //= parts
+    return length, (begins.reshape(-1, 1) + np.arange(parts) * length).ravel()
 
 
 def _at_any_byte(memory: Bytes, length: int) -> npt.NDArray[np.void]:
