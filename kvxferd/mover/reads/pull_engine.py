@@ -65,9 +65,11 @@ MAX_INFLIGHT = 16  # posts in flight, all pulls together
 # count, so that no number of pulls from one such source keeps the others waiting.
 STALLED_S = 0.25
 MAX_INFLIGHT_PER_PULL = 3  # so that five large pulls leave room for a small one
+# Of a pull that never had another beside it: fewer posts, each shorter than the time in which a mover has to
+# answer. Of pulls that come one after another, only the first waits for such a one.
+ALONE_BUDGETS = 4
 FAILED_PULL_WAIT_S = 0.1
-# Of a plan between equal layouts: such pulls take 0.3 ms, and to choose for each would take 0.03 of them.
-FEW_BLOCKS = 8
+MAX_PLAIN_SHIFTS = 64  # of one plan, that are remembered
 MAX_SHORT_PULLS_IN_A_ROW = 8  # so that a stream of short pulls leaves a large one every ninth post
 
 
@@ -97,7 +99,9 @@ class PullEngine:
         self._region_map: RegionMap | None = None
         self._tables = TableCache()
         self._plans: dict[Digest, LoadedPlan] = {}
-        self._plain_plans: set[Digest] = set()  # of which a pull had one run a stretch: nothing to cover
+        # How the lists of pulls that had one run a stretch lay to one another. There is nothing to cover, and
+        # to find that out takes 0.3 to 0.4 ms.
+        self._plain_shifts: dict[Digest, set[tuple[int, ...]]] = {}
         self._budgets: dict[AgentName, SliceBudget] = {}
         self._always_covers = False
         self._read_directly: set[AgentName] = set()  # although covering reads are asked for: logged once
@@ -163,7 +167,7 @@ class PullEngine:
     def drop_plan(self, digest: Digest) -> None:
         """Forget a plan. Pulls that are here already are read by it."""
         self._plans.pop(digest, None)
-        self._plain_plans.discard(digest)
+        self._plain_shifts.pop(digest, None)
 
     def add_remote(self, agent: AgentName, metadata: bytes, word: int) -> None:
         """Load an agent, or more of its memory. `word`: an address to read ahead of any pull, 0 for none."""
@@ -297,8 +301,10 @@ class PullEngine:
         """Return what to read where stretches are to be covered; None where all reads are direct."""
         if not self._covering.is_available:
             return None
-        digest = pull.request.plan
-        if digest in self._plain_plans and sum(map(len, pull.request.local.values())) <= FEW_BLOCKS:
+        shifts = self._plain_shifts.setdefault(pull.request.plan, set())
+        lists = (*pull.request.local.values(), *pull.request.remote.values())
+        shift = tuple(one.first_token - lists[0].first_token for one in lists)
+        if shift in shifts:
             return None
         request = expander.prepare(pull.request.local, pull.request.remote)
         if request is None:
@@ -313,8 +319,8 @@ class PullEngine:
         if not self._always_covers:
             agents = {source.rank: source.agent for source in pull.request.sources}
             forms = list(request.forms())
-            if all(one.form.num_copies == 1 for one in forms):
-                self._plain_plans.add(digest)
+            if all(one.form.num_copies == 1 for one in forms) and len(shifts) < MAX_PLAIN_SHIFTS:
+                shifts.add(shift)
             pull.choice = self._costs.choose(forms, agents, can_cover)
             if not pull.choice.covered:
                 return None
@@ -351,7 +357,7 @@ class PullEngine:
         """Post what is next of a pull; return False where that waits for a chunk."""
         one = pull.unposted.popleft()
         budget = self._budgets.setdefault(one.agent, SliceBudget())
-        into = None
+        into, num_budgets = None, 1
         if isinstance(one.slicer, CoverSlicer):
             waiting = (other.waits_for_chunk_since for other in self._active if other is not pull)
             others_wait = any(since is not None for since in waiting)
@@ -362,7 +368,9 @@ class PullEngine:
             runs = into.fill.runs(into.chunk.address)
             ((_, runs),) = split_by_memory(runs, None, pull.remote_maps.get(one.rank))
         else:
-            runs = one.slicer.next_slice(budget.bytes)
+            if pull.was_alone:
+                num_budgets = ALONE_BUDGETS
+            runs = one.slicer.next_slice(num_budgets * budget.bytes)
         was_full = not one.slicer.is_empty
         if was_full:
             pull.unposted.append(one)  # the other remote ranks come first
@@ -370,7 +378,7 @@ class PullEngine:
         now = self._clock()
         if pull.first_post_at is None:
             pull.first_post_at = now
-        self._post(pull, PostedRead(one.agent, now, was_full, shape, into), runs, one.kinds)
+        self._post(pull, PostedRead(one.agent, now, was_full, num_budgets, shape, into), runs, one.kinds)
         return True
 
     def _post_fence_if_read(self, pull: PullState) -> None:
@@ -430,7 +438,7 @@ class PullEngine:
             pull.data_done_at = now
         budget = self._budgets.get(read.agent)
         if budget is not None:
-            budget.update(now - read.posted_at, read.used_whole_budget)
+            budget.update((now - read.posted_at) / read.num_budgets, read.used_whole_budget)
         if read.shape is not None:
             self._costs.learn(read.agent, read.shape, read.posted_at, now)
         if read.into is None or pull.failure is not None:

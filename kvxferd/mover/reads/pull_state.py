@@ -43,7 +43,8 @@ class PostedRead:
 
     agent: AgentName
     posted_at: float
-    used_whole_budget: bool = False  # the slice was as large as its budget
+    used_whole_budget: bool = False  # the slice was as large as its budgets
+    num_budgets: int = 1
     shape: ReadShape | None = None  # None: the fence word's
     into: ChunkRead | None = None  # None: it writes where its bytes belong
     handle: ReadHandle | None = None  # None: it is not posted yet, or terminal

@@ -79,6 +79,18 @@ def test_posts_are_bounded_and_those_that_do_not_end_leave_others_their_turn(ben
     assert not bench.engine.is_busy
 
 
+@pytest.mark.parametrize(("num_pulls", "num_posts"), [(1, 2), (2, 3 + 3)])
+def test_a_pull_that_is_alone_is_posted_in_fewer_slices(bench: Bench, num_pulls: int, num_posts: int) -> None:
+    bench.fabric.stalled.update(bench.agents)
+    for _ in range(num_pulls):
+        bench.start(scattered(200))
+    bench.run()
+    assert bench.engine.num_inflight == num_posts, "one from each agent, or as many as a pull may have"
+    bench.fabric.stalled.clear()
+    bench.run()
+    assert all(outcome.delivered for outcome in bench.outcomes().values())
+
+
 def test_an_abort_waits_for_what_is_posted(bench: Bench) -> None:
     bench.fabric.stalled |= set(bench.agents)
     number = bench.start(scattered(8))
