@@ -54,14 +54,15 @@ def fill_of(heads: int, is_scattered: bool) -> tuple[ChunkFill, int]:
     )
     num = CHUNK_BYTES // form.size_bytes
     blocks = np.random.default_rng(1).permutation(num) if is_scattered else np.arange(num)
+    images = np.arange(num, dtype=np.int64) * form.size_bytes
     stretches = Stretches(
         form,
         REGION,
-        np.arange(num, dtype=np.int64) * form.size_bytes,
+        images,
         (blocks.astype(np.int64) * 2 * form.size_bytes)[:, None],
     )
     none = np.empty(0, dtype=np.int64)
-    fill = ChunkFill(none, none, none, (PlacedStretches(stretches, 0),), stretches.num_bytes)
+    fill = ChunkFill(none, none, none, (PlacedStretches(stretches, images),), stretches.num_bytes)
     return fill, 2 * num * form.size_bytes
 
 

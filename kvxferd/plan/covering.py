@@ -71,9 +71,9 @@ class Stretches(NamedTuple):
         remote = self.remote
         return 1 + int(np.count_nonzero(remote[1:] != remote[:-1] + self.form.size_bytes))
 
-    def slice(self, start: int, stop: int) -> Stretches:
-        """Return the stretches `start` to `stop`."""
-        return self._replace(remote=self.remote[start:stop], local=self.local[start:stop])
+    def take(self, rows: slice | Int64s) -> Stretches:
+        """Return some of them, in the order of `rows`."""
+        return self._replace(remote=self.remote[rows], local=self.local[rows])
 
     def runs(self, local_base: int) -> Runs:
         """Return the same bytes as runs to be read directly, in ascending order of the local address."""

@@ -12,6 +12,7 @@ is one item.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -25,6 +26,7 @@ MAX_GAP_BYTES = 16 << 10
 # A stretch is read into one chunk, of which it is to take a small part.
 MAX_STRETCH_BYTES = 256 << 10
 MAX_LENGTHS = 64  # of the copies of a form: runs of more lengths are no repetition either
+MIN_ITEM_BYTES = 256  # a shorter item takes as long to copy
 MAX_FORMS = 64  # of one block: more are no repetition, and their runs are read directly
 MAX_UNLIKE_STRETCHES = 4096  # of one block, that are cut or compared one by one
 # Of one block. 80 layers of 8 heads and 32 tokens are 41,000; the arrays for so many are 30 MiB for a moment.
@@ -52,11 +54,28 @@ class StretchForm:
         self.num_bytes = sum(len(one.image) * one.length for one in copies)
 
     @cached_property
+    def items(self) -> tuple[Copies, ...]:
+        """The same bytes as copies of one length, where that is not short: a call for each length is slow."""
+        length = math.gcd(*(one.length for one in self.copies))
+        if len(self.copies) == 1 or length < MIN_ITEM_BYTES:
+            return self.copies
+        columns = []
+        for one in self.copies:
+            at = np.arange(0, one.length, length)
+            block = np.zeros_like(one.image) if one.block is None else one.block
+            columns.append(
+                [*((start[:, None] + at).ravel() for start in (one.image, one.local)), block.repeat(len(at))]
+            )
+        image, local, block = (np.concatenate(column) for column in zip(*columns, strict=True))
+        order = np.argsort(image, kind="stable")
+        return (Copies(length, image[order], local[order], block[order] if self.num_blocks > 1 else None),)
+
+    @cached_property
     def is_packed(self) -> bool:
-        """Whether the copies are of one length and follow one another over the whole image."""
-        if len(self.copies) != 1 or self.num_bytes != self.size_bytes:
+        """Whether the items are of one length and follow one another over the whole image."""
+        if len(self.items) != 1 or self.num_bytes != self.size_bytes:
             return False
-        one = self.copies[0]
+        one = self.items[0]
         return bool((one.image == np.arange(len(one.image)) * one.length).all())
 
     @property

@@ -13,25 +13,24 @@ from kvxferd.ids import RegionId
 from kvxferd.mover.chunks.slices import DESCRIPTOR_COST_BYTES, MAX_DESCRIPTORS
 from kvxferd.plan import Runs
 from kvxferd.plan.covering import Stretches
-from kvxferd.plan.run_shapes import Int64s
+from kvxferd.plan.run_shapes import Int64s, distinct
 
 Bytes = npt.NDArray[np.uint8]
 
-# One copy of the scatter: it stays in the cache, and a cancelled scatter ends after one of them. Pulls of
-# 32 MiB in items of 256 bytes took 32 to 35 ms with 128 KiB, 26 with 256, 30 with 512: less waits for the
-# interpreter's lock against more that leaves the cache (pieces of 4 MiB: 2 GB/s, and not 3.1).
-PIECE_BYTES = 256 << 10
-IMAGE_ALIGNMENT = 64  # a cache line: where the images of another form begin
+# One copy of the scatter: it stays in the cache, and a cancelled scatter ends after one of them. 64 MiB in
+# items of 4 KiB took 86 ms with 128 KiB, 58 with 256, 45 with 512, 47 with 1 MiB: less waits for the
+# interpreter's lock against more that leaves the cache.
+PIECE_BYTES = 512 << 10
 # Of fewer items numpy keeps the interpreter's lock while it copies them, and the mover's thread, which would
 # read meanwhile, waits for it: 5 ms each time.
 MIN_ITEMS = 501
 
 
 class PlacedStretches(NamedTuple):
-    """Stretches whose images follow one another in a chunk, from an offset on."""
+    """Stretches of one form, and where in a chunk the image of each begins."""
 
     stretches: Stretches
-    offset: int
+    offsets: Int64s
 
 
 class ChunkFill(NamedTuple):
@@ -50,20 +49,33 @@ class ChunkFill(NamedTuple):
 
 
 class CoverSlicer:
-    """The stretches of one remote rank, handed out in order, a chunk or less at a time."""
+    """The stretches of one remote rank, handed out in the order of its addresses, a chunk or less at a time.
 
-    def __init__(self, stretches: Sequence[Stretches]) -> None:
-        self._left = [one for one in stretches if len(one.remote)]
-        self.num_runs = sum(one.form.num_copies * len(one.remote) for one in self._left)
-        self.num_bytes = sum(one.num_bytes for one in self._left)
-        self.covered_bytes = sum(one.covered_bytes for one in self._left)
-        self._posts = [one.num_descriptors for one in self._left]
-        self.num_descriptors = sum(self._posts)
-        self._number = 0  # of the stretches that are handed out now
-        self._next = 0  # of these
-        for one in self._left:
-            if one.local.min() < 0:
-                raise ValueError("a stretch's origin lies before its region")
+    So stretches that follow one another are one descriptor, whatever their forms.
+    """
+
+    def __init__(self, stretches: Sequence[Stretches], region_starts: Sequence[int] = ()) -> None:
+        """`region_starts`: addresses that no read crosses, since regions are registered one by one."""
+        self._all = [one for one in stretches if len(one.remote)]
+        self.num_runs = sum(one.form.num_copies * len(one.remote) for one in self._all)
+        self.num_bytes = sum(one.num_bytes for one in self._all)
+        self.covered_bytes = sum(one.covered_bytes for one in self._all)
+        if any(one.local.min() < 0 for one in self._all):
+            raise ValueError("a stretch's origin lies before its region")
+        counts = [len(one.remote) for one in self._all]
+        remote = np.concatenate([one.remote for one in self._all]) if counts else np.empty(0, dtype=np.int64)
+        order = np.argsort(remote, kind="stable")
+        # Of each stretch: its address and size, and which of `_all` it is of.
+        self._remote = remote[order]
+        self._size = np.repeat([one.form.size_bytes for one in self._all], counts).astype(np.int64)[order]
+        self._number = np.repeat(np.arange(len(counts)), counts)[order]
+        self._row = order - (np.cumsum(counts) - counts).astype(np.int64)[self._number]
+        is_begin = np.ones(len(order), dtype=bool)
+        is_begin[1:] = self._remote[1:] != self._remote[:-1] + self._size[:-1]
+        is_begin |= np.isin(self._remote, region_starts)
+        self._is_begin = is_begin
+        self.num_descriptors = int(np.count_nonzero(is_begin))
+        self._next = 0
 
     @property
     def cost_bytes(self) -> int:
@@ -73,95 +85,69 @@ class CoverSlicer:
     @property
     def is_empty(self) -> bool:
         """Whether everything was handed out."""
-        return self._number >= len(self._left)
+        return self._next >= len(self._remote)
 
     def next_fill(self, budget_bytes: int, chunk_bytes: int) -> ChunkFill:
         """Return what is read next into a chunk: at least one stretch, which the chunk holds."""
-        offsets: list[Int64s] = []
-        remotes: list[Int64s] = []
-        lengths: list[Int64s] = []
-        placed: list[PlacedStretches] = []
-        used = num_descriptors = num_bytes = 0
-        budget = float(budget_bytes)
-        while not self.is_empty:
-            one, size = self._left[self._number], self._left[self._number].form.size_bytes
-            used += -used % IMAGE_ALIGNMENT
-            cost = size + DESCRIPTOR_COST_BYTES * self._posts[self._number] / len(one.remote)
-            room = max(0 if placed else 1, min((chunk_bytes - used) // size, int(budget / cost)))
-            taken = one.slice(self._next, self._next + room)
-            offset, remote, length = _descriptors(taken, used, MAX_DESCRIPTORS - num_descriptors)
-            num_taken = int(length.sum()) // size
-            if not num_taken:
-                break
-            taken = taken.slice(0, num_taken)
-            offsets.append(offset)
-            remotes.append(remote)
-            lengths.append(length)
-            placed.append(PlacedStretches(taken, used))
-            used += num_taken * size
-            budget -= num_taken * cost
-            num_descriptors += len(offset)
-            num_bytes += taken.num_bytes
-            self._next += num_taken
-            if self._next < len(one.remote):
-                break
-            self._number, self._next = self._number + 1, 0
+        first = self._next
+        # No stretch is so short that more of them fit.
+        few = slice(first, first + max(1, chunk_bytes // int(self._size[first:].min())))
+        size, is_begin = self._size[few], self._is_begin[few].copy()
+        is_begin[0] = True
+        ends, num_begun = np.cumsum(size), np.cumsum(is_begin)
+        fits = (ends <= chunk_bytes) & (num_begun <= MAX_DESCRIPTORS)
+        fits &= ends + num_begun * DESCRIPTOR_COST_BYTES <= budget_bytes
+        stop = max(1, int(np.count_nonzero(fits)))
+        self._next = first + stop
+        offsets, number = (ends - size)[:stop], self._number[first : self._next]
+        (begins,) = is_begin[:stop].nonzero()
+        placed = []
+        for one in distinct(number).tolist():
+            (chosen,) = (number == one).nonzero()
+            stretches = self._all[one].take(self._row[first + chosen])
+            placed.append(PlacedStretches(stretches, offsets[chosen]))
         return ChunkFill(
-            np.concatenate(offsets),
-            np.concatenate(remotes),
-            np.concatenate(lengths),
+            offsets[begins],
+            self._remote[first + begins],
+            np.add.reduceat(size[:stop], begins),
             tuple(placed),
-            num_bytes,
+            sum(one.stretches.num_bytes for one in placed),
         )
 
     def rest_as_runs(self, local_bases: Mapping[RegionId, int]) -> list[Runs]:
         """Hand out all that is left, as runs to be read directly."""
-        runs = []
-        while not self.is_empty:
-            one = self._left[self._number]
-            rest = one.slice(self._next, len(one.remote))
-            runs.append(rest.runs(local_bases[one.local_region]))
-            self._number, self._next = self._number + 1, 0
-        return runs
-
-
-def _descriptors(stretches: Stretches, offset: int, max_num: int) -> tuple[Int64s, Int64s, Int64s]:
-    """Return offset in the chunk, address and length: one for stretches that follow one another."""
-    remote, size = stretches.remote, stretches.form.size_bytes
-    is_begin = np.ones(len(remote), dtype=bool)
-    is_begin[1:] = remote[1:] != remote[:-1] + size
-    (begins,) = is_begin.nonzero()
-    stop = len(remote) if len(begins) <= max_num else int(begins[max_num])
-    begins = begins[:max_num]
-    length = np.diff(np.append(begins, stop)) * size
-    return begins * size + offset, remote[begins], length
+        number, row = self._number[self._next :], self._row[self._next :]
+        self._next = len(self._remote)
+        return [
+            self._all[one].take(row[number == one]).runs(local_bases[self._all[one].local_region])
+            for one in distinct(number).tolist()
+        ]
 
 
 def scatter_pieces(
     fill: ChunkFill, chunk: Bytes, regions: Mapping[RegionId, Bytes]
 ) -> Iterator[Callable[[], None]]:
     """Yield the copies of a chunk into the blocks, each to be called once, in any thread and order."""
-    for stretches, offset in fill.placed:
-        size = stretches.form.size_bytes
+    for stretches, offsets in fill.placed:
         target = regions[stretches.local_region]
         rows = max(1, PIECE_BYTES // stretches.form.num_bytes)
-        for start in range(0, len(stretches.remote), rows):
-            few = stretches.slice(start, start + rows)
-            begin = offset + start * size
-            yield partial(_copy, few, chunk[begin : begin + len(few.remote) * size], target)
+        for start in range(0, len(offsets), rows):
+            few = slice(start, start + rows)
+            yield partial(_copy, stretches.take(few), chunk, offsets[few], target)
 
 
-def _copy(stretches: Stretches, image: Bytes, target: Bytes) -> None:
-    """Copy stretches whose images follow one another. Raises IndexError rather than leave the target."""
+def _copy(stretches: Stretches, chunk: Bytes, offsets: Int64s, target: Bytes) -> None:
+    """Copy stretches from their images. Raises IndexError rather than leave the target."""
     form = stretches.form
-    begins = np.arange(0, len(image), form.size_bytes)[:, None]
-    for copies in form.copies:
+    end = int(offsets[-1]) + form.size_bytes
+    is_image = form.is_packed and end - int(offsets[0]) == len(offsets) * form.size_bytes  # of them all
+    for copies in form.items:
         local = stretches.local if copies.block is None else stretches.local[:, copies.block]
         length, to = _cut(local + copies.local, copies.length)
-        if form.is_packed:
-            items = image.view(f"V{length}")
+        if is_image:
+            items = chunk[offsets[0] : end].view(f"V{length}")
         else:
-            items = _at_any_byte(image, length)[_cut(begins + copies.image, copies.length)[1]]
+            items = _at_any_byte(chunk, length)[_cut(offsets[:, None] + copies.image, copies.length)[1]]
         _at_any_byte(target, length)[to] = items
 
 

@@ -17,8 +17,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from kvxferd.errors import DeviceError
 from kvxferd.ids import RegionId
 from kvxferd.memory.device_pool import DevicePool
@@ -232,8 +230,7 @@ def row_copies(
     """Yield the copies of stretches in a chunk. Raises IndexError rather than leave chunk or region."""
     stretches = placed.stretches
     region = regions[stretches.local_region]
-    images = np.arange(len(stretches.remote), dtype=np.int64) * stretches.form.size_bytes
-    images += chunk.address + placed.offset
+    images = placed.offsets + chunk.address
     for one in (part for pattern in patterns for part in pattern.split(PAIRS_PER_LAUNCH)):
         at_once = PAIRS_PER_LAUNCH // len(one.image)
         for start in range(0, len(images), at_once):

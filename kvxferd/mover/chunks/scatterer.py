@@ -36,7 +36,8 @@ class ScatterJob:
         # Only a GPU's driver leaves these in doubt; `kvxferd.mover.chunks.device_scatter`.
         self.blocks_in_doubt = False  # a copy may still run although it is over
         self.chunk_in_doubt = False  # the network, or a copy, may still use the chunk
-        self.elapsed_s = 0.0  # of its copies, of all threads
+        self._began = float("inf")
+        self.elapsed_s = 0.0  # from its first copy to its last, by however many threads
         self.is_over = False
 
     def cancel(self) -> None:
@@ -61,7 +62,8 @@ class ScatterJob:
         piece = None  # the last reference to the chunk's memory may be in there
         with self._lock:
             self._num_running -= 1
-            self.elapsed_s += time.perf_counter() - began
+            self._began = min(self._began, began)
+            self.elapsed_s = time.perf_counter() - self._began
             if error is not None:
                 self.error = self.error or error
                 self._end_handing_out()

@@ -172,7 +172,8 @@ class PullState:
     def _add_covered(self, rank: Rank, read: CoveredRank) -> None:
         for runs in read.runs:
             self._add_runs(rank, runs)
-        slicer = CoverSlicer(read.stretches)
+        source = next(source for source in self.request.sources if source.rank == rank)
+        slicer = CoverSlicer(read.stretches, [region.address for region in source.regions])
         if slicer.is_empty:
             return
         if self.is_direct:

@@ -115,7 +115,26 @@ def test_a_fill_never_leaves_its_chunk_whatever_the_budget(
     while not slicer.is_empty:
         fill = slicer.next_fill(budget, 64 * chunk_64s)
         assert (fill.offset + fill.length).max() <= 64 * chunk_64s
-        placed = [p.offset + p.stretches.covered_bytes for p in fill.placed]
+        placed = [p.offsets.max() + p.stretches.form.size_bytes for p in fill.placed]
         assert max(placed) <= 64 * chunk_64s
         num_bytes += fill.num_bytes
     assert num_bytes == slicer.num_bytes
+
+
+def test_stretches_that_follow_one_another_are_one_read_whatever_their_forms_unless_a_region_begins() -> None:
+    zero, eights = np.zeros(1, dtype=np.int64), np.arange(8, dtype=np.int64)
+    stretches = [
+        Stretches(
+            StretchForm(size, 1, (Copies(size, zero, zero, None),)),
+            RegionId("kv"),
+            1000 + first + eights * 48,
+            first + eights[:, None] * 48,
+        )
+        for size, first in ((16, 0), (32, 16))
+    ]
+    fill = CoverSlicer(stretches).next_fill(1 << 20, 1 << 20)
+    assert (fill.remote.tolist(), fill.length.tolist()) == ([1000], [8 * 48])
+    images = [one.offsets.tolist() for one in fill.placed]
+    assert images == [(first + eights * 48).tolist() for first in (0, 16)]
+    fill = CoverSlicer(stretches, [500, 1048]).next_fill(1 << 20, 1 << 20)
+    assert (fill.remote.tolist(), fill.length.tolist()) == ([1000, 1048], [48, 7 * 48])

@@ -221,9 +221,9 @@ def test_copies_of_rows_write_what_the_hosts_scatter_writes(data: st.DataObject)
     number = data.draw(st.integers(1, 8 // num_blocks))
     origins = np.array(places[: number * num_blocks], dtype=np.int64).reshape(number, num_blocks) * stride
     stretches = Stretches(form, RegionId("kv"), np.arange(number, dtype=np.int64) * size, origins)
-    offset = data.draw(st.integers(0, 70))
-    chunk = np.random.default_rng(1).integers(0, 256, offset + number * size, dtype=np.uint8)
-    placed = PlacedStretches(stretches, offset)
+    offset, step = data.draw(st.integers(0, 70)), size + data.draw(st.integers(0, 3))
+    chunk = np.random.default_rng(1).integers(0, 256, offset + number * step, dtype=np.uint8)
+    placed = PlacedStretches(stretches, offset + np.arange(number, dtype=np.int64) * step)
     by_host, by_copies = (np.zeros(8 * stride, dtype=np.uint8) for _ in range(2))
     empty = np.empty(0, dtype=np.int64)
     for piece in scatter_pieces(
@@ -256,7 +256,7 @@ def test_each_has_the_addresses_of_one_launch(num_places: int, num_launches: int
     region = RegionAddress(RegionId("kv"), 0, number * form.size_bytes)
     calls = list(
         row_copies(
-            PlacedStretches(stretches, 0),
+            PlacedStretches(stretches, origins[:, 0]),
             form_patterns(form),
             MemoryRange(0, region.size_bytes),
             {RegionId("kv"): region},
@@ -287,7 +287,7 @@ def test_a_copy_that_leaves_its_memory_is_refused(
     form = StretchForm(64, 1, (Copies(16, at, at[::-1] if is_backward else at, None),))
     stretches = Stretches(form, RegionId("kv"), at[:1], np.full((1, 1), origin, dtype=np.int64))
     regions = {RegionId("kv"): RegionAddress(RegionId("kv"), 5000, region_bytes)}
-    placed, chunk = PlacedStretches(stretches, 0), MemoryRange(300, chunk_bytes)
+    placed, chunk = PlacedStretches(stretches, at[:1]), MemoryRange(300, chunk_bytes)
     with nullcontext() if is_right else pytest.raises(IndexError, match="leaves the chunk, or region kv"):
         assert list(row_copies(placed, form_patterns(form), chunk, regions))
 
