@@ -30,7 +30,8 @@ UNSENT_CHUNK_BYTES = 416
 LOST_FD = -1
 # Reads in one `receive` at most, so that a busy sender does not starve the caller.
 MAX_READS = 16
-_CUT_OFF = int(socket.MSG_CTRUNC)  # `&` of the enumeration's members costs a call of Python's, a microsecond
+# The enumeration's members in arithmetic cost a call of Python's, a microsecond.
+_CUT_OFF, _NO_SIGNAL = int(socket.MSG_CTRUNC), int(socket.MSG_NOSIGNAL)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_PER_FRAME * array.array("i").itemsize)
 
 
@@ -129,7 +130,10 @@ class FrameSocket:
             first = self._unsent[0]
             try:
                 rest = memoryview(first.payload)[first.num_sent :]
-                sent = self._socket.sendmsg([rest], _scm_rights(first.fds), socket.MSG_NOSIGNAL)
+                if first.fds:
+                    sent = self._socket.sendmsg([rest], _scm_rights(first.fds), _NO_SIGNAL)
+                else:
+                    sent = self._socket.send(rest, _NO_SIGNAL)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -138,8 +142,9 @@ class FrameSocket:
                 # Frames that the other side sent before it closed are still to be read, then the end.
                 self.shutdown_write()
                 return
-            close_fds(first.fds)
-            first.fds = ()
+            if first.fds:
+                close_fds(first.fds)
+                first.fds = ()
             first.num_sent += sent
             self._num_unsent_bytes -= sent
             if first.num_sent == len(first.payload):
@@ -190,8 +195,9 @@ class FrameSocket:
         if self._is_eof and not frames:
             self._decoder.check_complete()
             return None
-        for frame in frames:
-            self._unclaimed_fds.difference_update(frame.fds)
+        if self._unclaimed_fds:
+            for frame in frames:
+                self._unclaimed_fds.difference_update(frame.fds)
         return frames
 
     def handle_frames(
@@ -228,7 +234,7 @@ class FrameSocket:
         except OSError:
             self._is_eof = True
             return False
-        fds = _fds_in(ancillary)
+        fds = _fds_in(ancillary) if ancillary else []
         self._unclaimed_fds.update(fds)
         if flags & _CUT_OFF and self._accepts_lost_fds and not fds:
             fds = [LOST_FD]
@@ -266,7 +272,7 @@ class FrameSocket:
 
 
 def _scm_rights(fds: tuple[int, ...]) -> list[tuple[int, int, array.array[int]]]:
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
 
 
 def _fds_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

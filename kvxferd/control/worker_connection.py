@@ -64,6 +64,8 @@ class WorkerConnection:
     def charge(self, shares: FairShare, name: str, amount: int) -> bool:
         """Count for the user what the session keeps now. False: it is more, and more than the user may."""
         before = self.charged.get(name, 0)
+        if amount == before:
+            return True  # nearly always: nothing is kept
         shares.add(self.credentials.uid, amount - before)
         self.charged[name] = amount
         return amount <= before or shares.has_room(self.credentials.uid, 0)

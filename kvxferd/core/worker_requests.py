@@ -101,8 +101,9 @@ class WorkerRequests:
             self.unpublish(session, message.transfer_id)  # its blocks are not known any more
             return
         if blocks:
-            assert session.engine is not None
-            self._published.add_blocks(session.session_id, session.engine, message.transfer_id, blocks)
+            engine = session.engine
+            assert engine is not None
+            self._published.add_blocks(session.session_id, engine, message.transfer_id, blocks)
         if message.incarnation or not blocks:
             self._report_ready(session, message)
 
@@ -166,7 +167,9 @@ class WorkerRequests:
         endpoint = parse_endpoint(ref.endpoint)
         if endpoint != self._context.endpoint:
             self._context.allowlist.check(endpoint)
-        trace = read_traceparent(ref.traceparent)
+        trace = read_traceparent(ref.traceparent) if ref.traceparent else ""
+        if (endpoint, trace) == (ref.endpoint, ref.traceparent):
+            return ref
         return msgspec.structs.replace(ref, endpoint=endpoint, traceparent=trace)
 
     def prepare(self, session: Session, message: Prepare) -> None:

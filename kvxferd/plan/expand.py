@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxferd.ids import GroupName, Rank, RegionId
-from kvxferd.layout import PackedBlocks
-from kvxferd.plan.plan import Plan
+from kvxferd.layout import PackedBlocks, unpack_ids
+from kvxferd.plan.plan import GroupRead, Plan
 from kvxferd.plan.run_shapes import (
     Int64s,
     OffsetRuns,
@@ -30,6 +30,11 @@ from kvxferd.plan.token_segments import Segments, common_segments
 # 24 MiB of arrays. Head by head and token by token (HND against NHD), one block of 80 layers has
 # 20,000 runs, and a long request a hundred million.
 MAX_RUNS = 1 << 20
+# A request of so few runs, before they are merged, takes half as long without numpy; and no request with more
+# bytes of ids has so few.
+MAX_SHORT_RUNS = 64
+SHORT_RUN_BYTES = 400  # of a run's tuple and numbers
+_IDS, _FIRST_TOKEN = attrgetter("ids"), attrgetter("first_token")
 
 
 class Runs(NamedTuple):
@@ -62,12 +67,32 @@ class _SegmentBatch(NamedTuple):
         )
 
 
+class _ShortRun(NamedTuple):
+    """A run of any request with lists of one form: it begins at ``ids[at] * stride + offset`` on each side.
+
+    `ids` are those of all lists of the side.
+    """
+
+    local_at: int
+    local_stride: int
+    local_offset: int
+    remote_at: int
+    remote_stride: int
+    remote_offset: int
+    length: int
+
+
+_ShortRuns = dict[Rank, dict[tuple[RegionId, RegionId], list[_ShortRun]]]
+
+
 class Expander:
     """Expands block lists into runs for one plan. Keeps the runs of each segment shape in a cache."""
 
     def __init__(self, plan: Plan, tables: TableCache | None = None) -> None:
         self.plan = plan
         self._tables = TableCache() if tables is None else tables
+        self._local_groups = tuple(dict.fromkeys(read.local.group for read in plan.group_reads))
+        self._remote_groups = tuple(dict.fromkeys(read.remote.group for read in plan.group_reads))
 
     def expand(
         self,
@@ -99,6 +124,16 @@ class Expander:
         Between two parts nothing is merged. A part is larger only if a single block is. Of the shapes of a
         request's segments, it holds those of one part at a time.
         """
+        mine = list(map(local.__getitem__, self._local_groups))
+        theirs = list(map(remote.__getitem__, self._remote_groups))
+        if max_runs >= MAX_SHORT_RUNS and (short := self._find_short(mine, theirs)) is not None:
+            ids = unpack_ids(b"".join(map(_IDS, mine))), unpack_ids(b"".join(map(_IDS, theirs)))
+            if short:
+                yield {
+                    rank: _place_short(regions, ids, local_bases, remote_bases[rank])
+                    for rank, regions in short.items()
+                }
+            return
         part: list[_SegmentBatch] = []
         room = max_runs
         for batch in self._batches(local, remote):
@@ -116,6 +151,30 @@ class Expander:
         if part:
             yield _assemble(part, local_bases, remote_bases)
 
+    def _find_short(self, mine: list[PackedBlocks], theirs: list[PackedBlocks]) -> _ShortRuns | None:
+        """Return the runs of requests with lists of this form, kept from an earlier one; None: it is long."""
+        lists = (*mine, *theirs)
+        sizes = list(map(len, map(_IDS, lists)))
+        if sum(sizes) > 8 * MAX_SHORT_RUNS:
+            return None
+        key = ("short", self.plan.digest, *sizes, *map(_FIRST_TOKEN, lists))
+        return self._tables.get(key, partial(self._short_runs, mine, theirs), _size_of_short)
+
+    def _short_runs(self, mine: list[PackedBlocks], theirs: list[PackedBlocks]) -> _ShortRuns | None:
+        """Expand lists of this form with the place of each id for the id."""
+        sides = (self._local_groups, mine), (self._remote_groups, theirs)
+        places = [dict(zip(names, _places(lists), strict=True)) for names, lists in sides]
+        found: _ShortRuns = {}
+        num_runs = 0
+        for batch in self._batches(*places):
+            if (num_runs := num_runs + batch.num_runs) > MAX_SHORT_RUNS:
+                return None
+            for key, page_runs in batch.page_runs.items():
+                regions = found.setdefault(batch.rank, {})
+                runs = regions.setdefault((key.local_region, key.remote_region), [])
+                runs += _runs_at_places(self.plan.group_reads[batch.number], batch, key, page_runs)
+        return dict(sorted(found.items()))
+
     def _batches(
         self, local: Mapping[GroupName, PackedBlocks], remote: Mapping[GroupName, PackedBlocks]
     ) -> Iterator[_SegmentBatch]:
@@ -130,6 +189,66 @@ class Expander:
 
 def _size_of(page_runs: Mapping[RegionPair, list[PageRuns]]) -> int:
     return sum(pages.num_bytes for of_pair in page_runs.values() for pages in of_pair)
+
+
+def _size_of_short(short: _ShortRuns | None) -> int:
+    return SHORT_RUN_BYTES * sum(len(runs) for regions in (short or {}).values() for runs in regions.values())
+
+
+def _places(lists: list[PackedBlocks]) -> Iterator[PackedBlocks]:
+    """Return lists of one side's form, with the place of each id among all of them for the id."""
+    start = 0
+    for listed in lists:
+        stop = start + len(listed)
+        yield PackedBlocks(np.arange(start, stop, dtype="<i4").tobytes(), listed.first_token, listed.state_at)
+        start = stop
+
+
+def _runs_at_places(
+    read: GroupRead, batch: _SegmentBatch, key: RegionPair, page_runs: list[PageRuns]
+) -> Iterator[_ShortRun]:
+    """Yield a batch's runs between two regions; the ids of its blocks are places."""
+    steps = key.local_block_stride, key.remote_block_stride
+    per_id = read.local.blocks_per_id, read.remote.blocks_per_id
+    for mine, theirs in zip(batch.local_block.tolist(), batch.remote_block.tolist(), strict=True):
+        (at, inside), (remote_at, remote_inside) = divmod(mine, per_id[0]), divmod(theirs, per_id[1])
+        for pages in page_runs:
+            columns = (pages.local.ravel(), pages.remote.ravel(), pages.length.ravel())
+            for local, remote, length in zip(*[column.tolist() for column in columns], strict=True):
+                yield _ShortRun(
+                    at, steps[0] * per_id[0], local + inside * steps[0],
+                    remote_at, steps[1] * per_id[1], remote + remote_inside * steps[1],
+                    length,
+                )  # fmt: skip
+
+
+def _place_short(
+    regions: Mapping[tuple[RegionId, RegionId], list[_ShortRun]],
+    ids: tuple[Sequence[int], Sequence[int]],
+    local_bases: Mapping[RegionId, int],
+    remote_bases: Mapping[RegionId, int],
+) -> Runs:
+    """Return the runs of a request with these ids as addresses, as `_add_addresses` does."""
+    mine, theirs = ids
+    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    locals_, remotes, lengths = columns
+    for (local_region, remote_region), runs in regions.items():
+        local_base, remote_base = local_bases[local_region], remote_bases[remote_region]
+        placed = [
+            (mine[at] * stride + offset, theirs[remote_at] * remote_stride + remote_offset, length)
+            for at, stride, offset, remote_at, remote_stride, remote_offset, length in runs
+        ]
+        placed.sort()
+        local_end = remote_end = -1
+        for local, remote, length in placed:
+            if local == local_end and remote == remote_end:
+                lengths[-1] += length
+            else:
+                locals_.append(local_base + local)
+                remotes.append(remote_base + remote)
+                lengths.append(length)
+            local_end, remote_end = local + length, remote + length
+    return Runs(*[np.array(column, dtype=np.uint64) for column in columns])
 
 
 def _by_shape(segments: Segments) -> Iterator[tuple[SegmentShape, Int64s, Int64s]]:

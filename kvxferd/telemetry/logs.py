@@ -35,6 +35,7 @@ _LEVELS = {
     "error": logging.ERROR,
 }
 
+_log: Any = structlog.get_logger()
 # For what an operator does to a running daemon: logged at every `log.level`.
 operator_log: Any = structlog.wrap_logger(
     None, wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET)
@@ -114,6 +115,9 @@ def configure_logs(
     return render
 
 
+_EMPTY: tuple[object, ...] = ("", None, (), {})
+_OWN_TIMES = frozenset({"ended_at", "started_at"})  # the line has its own
+
 # json.dumps makes an encoder for each line, which takes as long as the line.
 _JSON = json.JSONEncoder(default=repr)
 
@@ -140,11 +144,15 @@ class _LineHandler(logging.Handler):
 
 def log_record(record: Record) -> None:
     """Log the one line of a record: the fields of `/v1/history` that are not empty."""
-    log: Any = structlog.get_logger()
-    write = log.warning if _is_problem(record) else log.info
+    write = _log.warning if _is_problem(record) else _log.info
     fields = msgspec.to_builtins(record)
     event = fields.pop("kind")
-    write(event, **{name: _short(value) for name, value in fields.items() if _is_shown(name, value)})
+    shown = {
+        name: _short(value) if isinstance(value, float | dict) else value
+        for name, value in fields.items()
+        if value not in _EMPTY and name not in _OWN_TIMES
+    }
+    write(event, **shown)
 
 
 def _is_problem(record: Record) -> bool:
@@ -159,11 +167,6 @@ def _is_problem(record: Record) -> bool:
             return record.slow
         case ReleaseRecord():
             return False
-
-
-def _is_shown(name: str, value: object) -> bool:
-    # The line has its own time.
-    return name not in ("ended_at", "started_at") and value not in ("", None, (), {})
 
 
 def _short(value: Any) -> Any:

@@ -59,7 +59,7 @@ class FairShare:
     def add(self, uid: Owner, amount: int) -> None:
         """Count `amount` more for the user, whether or not there is room."""
         self.held += amount
-        if held := self.held_by(uid) + amount:
+        if held := self.by_owner.get(uid, 0) + amount:
             self.by_owner[uid] = held
         else:
             self.by_owner.pop(uid, None)

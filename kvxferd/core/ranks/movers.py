@@ -190,7 +190,7 @@ class Movers:
 
         Raises PeerError where another peer named an agent first: the library would replace the way to it.
         """
-        known = self._movers[mover]
+        known, more = self._movers[mover], 0
         self._forget_stale(known)
         for agent, metadata, _ in wanted:
             if (remote := known.remotes.pop(agent, None)) is None:
@@ -198,13 +198,17 @@ class Movers:
                 known.remote_bytes_of[peer] += REMOTE_OVERHEAD_BYTES
             remote.last_used = self._context.now
             known.remotes[agent] = remote  # the last one
-            if remote.peer != peer and metadata not in remote.loaded:
+            if metadata in remote.loaded:
+                continue
+            more += len(metadata)
+            if remote.peer != peer:
                 raise PeerError(
                     f"cannot read from agent {agent} as {peer} describes it: it is an agent of {remote.peer}",
                     Code.BAD_FRAME,
                 )
-        if more := sum(len(one) for agent, one, _ in wanted if one not in known.remotes[agent].loaded):
-            self._make_room(known, peer, {agent for agent, _, _ in wanted}, more)
+        if not more:
+            return
+        self._make_room(known, peer, {agent for agent, _, _ in wanted}, more)
         for agent, metadata, word in wanted:
             remote = known.remotes[agent]
             if metadata not in remote.loaded:

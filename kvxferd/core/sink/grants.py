@@ -31,6 +31,7 @@ from kvxferd.wire.limits import (
     MAX_METADATA_BYTES,
     MAX_NAME_CHARS,
 )
+from kvxferd.wire.mover import SourceRank
 from kvxferd.wire.peer import (
     Acknowledge,
     GrantReply,
@@ -265,7 +266,7 @@ class GrantClient:
         ):
             text = f"cannot read on in transfer {hold.ref.transfer_id}: it is another one now"
             raise PeerError(text, Code.RELEASED)
-        assert hold.reads is not None
+        assert hold.reads is not None and hold.remote is not None
         lists = hold.reads.source_lists
         try:
             added = lists.added(hold.blocks, reply.blocks)
@@ -284,6 +285,10 @@ class GrantClient:
             is_first = name not in hold.blocks or not hold.blocks[name].ids or name in replaced
             hold.blocks[name] = listed if is_first else append_ids(hold.blocks[name], listed.ids)
         hold.granted = msgspec.structs.replace(reply, blocks={})
+        bindings = [(rank, hold.remote.ranks[rank].binding) for rank in hold.reads.sources]
+        hold.sources = tuple([SourceRank(rank, binding.agent, binding.regions) for rank, binding in bindings])
+        hold.agents = [(one.agent, one.metadata, _host_word_address(one)) for _, one in bindings]
+        hold.agents.append((reply.fence_agent, reply.fence_metadata, reply.fence_address))
         return hold.granted
 
     def _hold(self, hold: HeldGrant) -> None:
@@ -308,12 +313,9 @@ class GrantClient:
         """Load the plan and the remote agents of the grant into the rank's mover. Raises PeerError."""
         if hold.rank.mover is None or self._movers.get(hold.rank.mover) is None:
             return
-        assert hold.reads is not None and hold.remote is not None and hold.granted is not None
+        assert hold.reads is not None
         self._movers.load_plan(hold.rank.mover, hold.reads.plan)
-        granted, bindings = hold.granted, [hold.remote.ranks[rank].binding for rank in hold.reads.sources]
-        agents = [(binding.agent, binding.metadata, _host_word_address(binding)) for binding in bindings]
-        agents.append((granted.fence_agent, granted.fence_metadata, granted.fence_address))
-        self._movers.load_remotes(hold.rank.mover, hold.ref.endpoint, agents)
+        self._movers.load_remotes(hold.rank.mover, hold.ref.endpoint, hold.agents)
 
     # --- renewal
 
@@ -380,6 +382,7 @@ class GrantClient:
         """Free the source's block ids, though a last message about the grant may be under way."""
         self._block_ids.release(hold.rank.uid, hold.charged_bytes)
         hold.charged_bytes, hold.granted, hold.blocks = 0, None, {}
+        hold.sources, hold.agents = (), []
         if hold.remote is not None:
             hold.remote.release()
         if hold.reads is not None:

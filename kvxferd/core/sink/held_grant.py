@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvxferd.core.peers.remote_engine import RemoteEngine
+from kvxferd.core.ranks.movers import RemoteMetadata
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.ids import GrantId, GroupName, PullId
 from kvxferd.layout import BlocksByGroup
 from kvxferd.plan import PlannedReads
 from kvxferd.wire.common import Refusal, TransferRef
+from kvxferd.wire.mover import SourceRank
 from kvxferd.wire.peer import GrantReply
 
 
@@ -74,6 +76,8 @@ class HeldGrant:
     remote: RemoteEngine | None = None
     reads: PlannedReads | None = None
     granted: GrantReply | None = None  # the last reply, without its ids
+    sources: tuple[SourceRank, ...] = ()  # what a mover gets with each pull, of what is granted
+    agents: list[RemoteMetadata] = field(default_factory=list)  # and what it gets before
     starts: dict[GroupName, int] | None = None  # the first token of each list of the pull; None: no pull yet
     blocks: BlocksByGroup = field(default_factory=dict)  # the source's, as far as they are here
     refusal: Refusal | None = None

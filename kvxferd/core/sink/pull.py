@@ -17,16 +17,21 @@ from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.held_grant import UNSETTLED, GrantState, HeldGrant
 from kvxferd.errors import Code
 from kvxferd.ids import MoverId, PullId, Ticket
-from kvxferd.layout import BlocksByGroup
+from kvxferd.layout import BlocksByGroup, num_id_bytes
 from kvxferd.plan import PieceRules
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.mover import PiecesRead, PullOutcome, PullProgress
 
-# Of a time in a mover's report: longer than any pull. NaN and infinity are beyond it too.
+# Of a time in a mover's report: longer than any pull. One beyond it counts as none, as a size does.
 MAX_REPORTED_S = 1e6
 # Of a size: more than any memory. Sums of a million of them are still numbers that can be sent.
 MAX_REPORTED = 1 << 43
 
+# What reports of a pull's pieces are summed by, with the most of each.
+SUMS: dict[str, float] = {
+    **dict.fromkeys(("bytes", "runs", "covered_bytes"), MAX_REPORTED),
+    **dict.fromkeys(("queue_s", "expand_s", "post_s", "wire_s", "fence_s", "predicted_s"), MAX_REPORTED_S),
+}
 NOTHING_READ = PullOutcome(delivered=False)
 # A smaller piece is worth no post of its own: what becomes ready is read together, and the end at once.
 MIN_PIECE_BYTES = 1 << 20
@@ -111,7 +116,9 @@ class Pull:
     outcome: PullOutcome | None = None
     retried: bool = False
     num_movers_lost: int = 0  # movers that died while they had it
-    interruption: int = 0  # number of the PullsInterrupted that it waits for; 0: for none
+    # The number of the PullsInterrupted whose reply it waits for: only its worker knows if its last mover
+    # delivered it. 0: of none.
+    interruption: int = 0
     delivered_by_mover: bool = False  # the worker reported that its mover sent Delivered
     phases_s: dict[str, float] = field(default_factory=dict)
     failed_phase: str = ""  # as `PullRecord.failed_phase`
@@ -126,11 +133,6 @@ class Pull:
     fence_word: bytes = b""  # of the transfer that they are of
     report_requested: bool = False  # the mover was requested to report what the pull waits for
     progress: PullProgress | None = None  # its reply
-
-    @property
-    def awaits_worker(self) -> bool:
-        """Whether only the worker knows if its last mover delivered it: `PullsResumed` has not arrived."""
-        return self.interruption != 0
 
     @property
     def record_phase(self) -> str:
@@ -195,7 +197,7 @@ class Need(StrEnum):
 def need_of(pull: Pull, movers: Movers) -> Need | Piece:
     """Return what a waiting pull needs, or the piece that can be read now."""
     grant, rank = pull.held_grant, pull.rank
-    if pull.awaits_worker:
+    if pull.interruption:
         return Need.WORKER
     if grant.state in UNSETTLED:
         return Need.GRANT
@@ -215,8 +217,7 @@ def next_piece(pull: Pull) -> Piece | None:
     if hold.granted.has_more:
         return None  # of the source's list only the first pages are here
     ready = hold.granted.ready_tokens
-    reads_nothing = not any(packed.ids for packed in pull.blocks.values())
-    if reads_nothing or (not pull.tokens_read and ready < 0):
+    if (not pull.tokens_read and ready < 0) or not num_id_bytes(pull.blocks):
         return Piece(pull.blocks, pull.num_tokens, is_last=True)
     rules = hold.reads.piece_rules
     if _is_whole(pull, ready, rules):
@@ -239,7 +240,7 @@ def record_whole(pull: Pull, now: float) -> None:
     A piece whose read is under way counts as not read.
     """
     hold = pull.held_grant
-    if not pull.progressive or pull.whole_at is not None:
+    if pull.whole_at is not None:
         return
     assert hold.reads is not None and hold.granted is not None
     if _is_whole(pull, hold.granted.ready_tokens, hold.reads.piece_rules):
@@ -261,30 +262,21 @@ def tokens_to_wait_for(pull: Pull, tokens: int) -> int:
 
 
 def add_piece(total: PullOutcome, piece: PullOutcome) -> PullOutcome:
-    """Return the sizes and times of both. What a resident mover reports is a worker's word: it is limited."""
+    """Return the sizes and times of both."""
+    if total is NOTHING_READ:
+        return piece
     return msgspec.structs.replace(
-        total,
-        bytes=total.bytes + _as_size(piece.bytes),
-        runs=total.runs + _as_size(piece.runs),
-        queue_s=total.queue_s + as_seconds(piece.queue_s),
-        expand_s=total.expand_s + as_seconds(piece.expand_s),
-        post_s=total.post_s + as_seconds(piece.post_s),
-        wire_s=total.wire_s + as_seconds(piece.wire_s),
-        fence_s=total.fence_s + as_seconds(piece.fence_s),
-        covered_bytes=total.covered_bytes + _as_size(piece.covered_bytes),
-        predicted_s=total.predicted_s + as_seconds(piece.predicted_s),
+        total, **{name: getattr(total, name) + getattr(piece, name) for name in SUMS}
     )
+
+
+def limited(outcome: PullOutcome) -> PullOutcome:
+    """Return a report with sizes and times that can be summed: a resident mover's is a worker's word."""
+    # NaN is not in between either, and a sum with it stays NaN.
+    wrong = {name: type(most)(0) for name, most in SUMS.items() if not 0 <= getattr(outcome, name) <= most}
+    return msgspec.structs.replace(outcome, **wrong) if wrong else outcome
 
 
 def pieces_read(total: PullOutcome) -> PiecesRead | None:
     """Return what a mover needs to report the whole pull; None: it reads the first piece."""
     return PiecesRead(total.bytes, total.runs, total.wire_s) if total is not NOTHING_READ else None
-
-
-def as_seconds(reported: float) -> float:
-    """Return a reported time, 0 where it is none: a sum with NaN stays NaN."""
-    return reported if 0.0 <= reported <= MAX_REPORTED_S else 0.0
-
-
-def _as_size(reported: int) -> int:
-    return min(max(reported, 0), MAX_REPORTED)

@@ -12,7 +12,7 @@ from kvxferd.core.effects import EmitRecord
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.held_grant import GrantState
-from kvxferd.core.sink.pull import NOTHING_READ, Need, Piece, Pull, PullPhase, add_piece, as_seconds
+from kvxferd.core.sink.pull import NOTHING_READ, Need, Piece, Pull, PullPhase, add_piece
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import PullId
 from kvxferd.records import PHASES, PullRecord, PullSnapshot
@@ -30,13 +30,12 @@ def phases_of(outcome: PullOutcome, with_mover_s: float) -> dict[str, float]:
 
     `connect` is what it does not report: messages, and what it loads before the pull.
     """
-    post_s = as_seconds(outcome.post_s)
     phases_s = {
-        "queue": as_seconds(outcome.queue_s),
-        "plan": as_seconds(outcome.expand_s),
-        "post": post_s,
-        "wire": max(0.0, as_seconds(outcome.wire_s) - post_s),  # posts are within it
-        "fence": as_seconds(outcome.fence_s),
+        "queue": outcome.queue_s,
+        "plan": outcome.expand_s,
+        "post": outcome.post_s,
+        "wire": max(0.0, outcome.wire_s - outcome.post_s),  # posts are within it
+        "fence": outcome.fence_s,
     }
     return {"connect": max(0.0, with_mover_s - sum(phases_s.values()))} | phases_s
 

@@ -76,6 +76,7 @@ from kvxferd.core.sink.pull import (
     PullPhase,
     PullTrigger,
     add_piece,
+    limited,
     need_of,
     pieces_read,
     record_whole,
@@ -85,7 +86,7 @@ from kvxferd.core.sink.pull_records import describe_read, describe_wait, emit_re
 from kvxferd.core.sink.stalled_sources import SourceBreaker
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
-from kvxferd.layout import BlocksByGroup, PackedBlocks
+from kvxferd.layout import BlocksByGroup, PackedBlocks, num_id_bytes
 from kvxferd.plan import check_request
 from kvxferd.records import PHASES
 from kvxferd.wire.block_id_parts import split_block_ids
@@ -96,7 +97,6 @@ from kvxferd.wire.mover import (
     PullOutcome,
     PullProgress,
     ReportPull,
-    SourceRank,
     StartPull,
 )
 from kvxferd.wire.worker import (
@@ -194,8 +194,9 @@ class Pulls:
             if hold.granted.fence_word != pull.fence_word:
                 pull.fence_word, pull.tokens_read, pull.read = hold.granted.fence_word, 0, NOTHING_READ
                 pull.whole_at, pull.with_movers_s = None, 0.0
-            record_whole(pull, self._context.now)
-            self._set_deadline(pull)
+            if pull.progressive:
+                record_whole(pull, self._context.now)
+                self._set_deadline(pull)
         self.advance(pull)
 
     def advance(self, pull: Pull) -> None:
@@ -236,12 +237,13 @@ class Pulls:
             pull.failed_phase = "plan"
             self._fail(pull, PullTrigger.REFUSE, Refusal(error.code, error.message))
             return
-        if any(packed.ids for packed in piece.blocks.values()):
+        if num_id_bytes(piece.blocks):
             pull.transition(PullTrigger.POST)
             pull.mover, pull.piece = pull.rank.mover, piece
             pull.report_requested, pull.progress = False, None
             pull.posted_at = self._context.now
-            self._set_deadline(pull)
+            if pull.progressive:
+                self._set_deadline(pull)
             self._start_on_mover(pull.mover, pull, remote)
             if not piece.is_last:
                 self._request_more(pull, piece.end)  # so that the answer is there when the piece is
@@ -254,8 +256,7 @@ class Pulls:
     def _start_on_mover(self, mover: MoverId, pull: Pull, listed: BlocksByGroup) -> None:
         """Send a piece to its mover. `listed`: what it needs of the source's lists."""
         hold = pull.held_grant
-        assert hold.reads is not None and hold.granted is not None and hold.remote is not None
-        bindings = [(rank, hold.remote.ranks[rank].binding) for rank in hold.reads.sources]
+        assert hold.reads is not None and hold.granted is not None
         # Two block lists are sent, each of which may need parts: one stream each.
         stream = 2 * pull.pull_id
         piece = pull.piece
@@ -267,7 +268,7 @@ class Pulls:
         start = StartPull(
             pull=pull.pull_id,
             plan=hold.reads.plan.digest,
-            sources=tuple(SourceRank(rank, binding.agent, binding.regions) for rank, binding in bindings),
+            sources=hold.sources,
             local=local,
             remote=remote,
             num_tokens=piece.end,
@@ -326,7 +327,7 @@ class Pulls:
         pull = self._pulls.get(pull_id)
         if pull is None or pull.mover != mover:
             return
-        pull.outcome = outcome
+        outcome = pull.outcome = limited(outcome)
         refusal = Refusal(outcome.code or Code.TRANSPORT, outcome.message)
         with_mover_s = self._context.now - pull.posted_at
         pull.phases_s |= phases_of(add_piece(pull.read, outcome), pull.with_movers_s + with_mover_s)
@@ -396,7 +397,7 @@ class Pulls:
                 self._fail(pull, PullTrigger.FINISH, _mover_lost(pull))
             else:
                 self._wait_for_next_mover(pull)
-                if pull.awaits_worker:
+                if pull.interruption:
                     interrupted.setdefault(pull.rank.session, []).append(pull.ticket)
         for session, tickets in interrupted.items():
             self._context.emit(
@@ -430,9 +431,7 @@ class Pulls:
     def resume_interrupted(self, rank: LocalRank, message: PullsResumed) -> None:
         """Continue the pulls of one interruption, as the worker reports which have not ended for it."""
         again, arrived = set(message.tickets), set(message.arrived)
-        interrupted = [
-            p for p in self._pulls_of(rank) if p.awaits_worker and p.interruption == message.number
-        ]
+        interrupted = [p for p in self._pulls_of(rank) if p.interruption and p.interruption == message.number]
         for pull in interrupted:
             pull.interruption = 0
             if pull.phase is not PullPhase.WAITING:
@@ -536,7 +535,7 @@ class Pulls:
             # For an engine that has received `TicketFailed`, it was no delivery.
             if pull.phase in (PullPhase.POSTED, PullPhase.STOPPING):
                 pull.delivered_by_mover = True
-            elif pull.awaits_worker and pull.phase is PullPhase.WAITING:
+            elif pull.interruption and pull.phase is PullPhase.WAITING:
                 self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
 
     def find(self, session: SessionId, ticket: Ticket) -> Pull | None:

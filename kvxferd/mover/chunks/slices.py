@@ -24,15 +24,10 @@ class Slicer:
         self.num_runs = len(runs.length)
         self.num_bytes = int(runs.length.sum())
         self._runs = runs if self.num_bytes <= MAX_RUN_BYTES else split_long_runs(runs, MAX_RUN_BYTES)
-        # Most pulls are one slice, for which the cost of each run is not needed.
-        self._total_cost = self.num_bytes + len(self._runs.length) * DESCRIPTOR_COST_BYTES
+        # How long all of it takes, as bytes. Most pulls are one slice: the cost of each run is not needed.
+        self.cost_bytes = self.num_bytes + len(self._runs.length) * DESCRIPTOR_COST_BYTES
         self._cumulative_cost: npt.NDArray[np.uint64] | None = None
         self._next = 0
-
-    @property
-    def cost_bytes(self) -> int:
-        """How long all of it takes, as the number of bytes that take as long."""
-        return self._total_cost
 
     @property
     def is_empty(self) -> bool:
@@ -42,7 +37,7 @@ class Slicer:
     def next_slice(self, budget_bytes: int) -> Runs:
         """Return the next slice, which has at least one descriptor."""
         start = self._next
-        if not start and self._total_cost <= budget_bytes and len(self._runs.length) <= MAX_DESCRIPTORS:
+        if not start and self.cost_bytes <= budget_bytes and len(self._runs.length) <= MAX_DESCRIPTORS:
             self._next = len(self._runs.length)
             return self._runs
         if self._cumulative_cost is None:

@@ -167,9 +167,7 @@ class MoverLoop:
             again = self._engine.step()
         self._report_all()  # an engine waits for it, and nobody for the library's other work
         if not self._engine.is_polling:
-            began = (
-                time.perf_counter()
-            )  # a step that waits for a scatter is long, and no call into the library
+            began = time.perf_counter()  # a step that waits for a scatter is long, and no call of the library
             self._transport.progress()
         if moved:
             self._backoff.reset()
@@ -327,7 +325,7 @@ class MoverLoop:
                 self._send(seen)
 
     def _with_early_block_ids(self, message: wire.StartPull) -> wire.StartPull:
-        if not message.stream:
+        if not self._early_block_ids.num_bytes:
             return message
         return msgspec.structs.replace(
             message,

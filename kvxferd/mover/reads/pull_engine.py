@@ -32,7 +32,7 @@ from kvxferd.mover.chunks.chunk_pool import ChunkPool
 from kvxferd.mover.chunks.covering import CoverSlicer
 from kvxferd.mover.chunks.device_scatter import DeviceScatterer
 from kvxferd.mover.chunks.scatterer import Scatterer
-from kvxferd.mover.chunks.slices import SliceBudget
+from kvxferd.mover.chunks.slices import SHORT_BYTES, SliceBudget
 from kvxferd.mover.reads.covering_reads import CoveringReads
 from kvxferd.mover.reads.pull_state import LoadedPlan, PostedRead, PullFailure, PullState
 from kvxferd.mover.reads.region_map import RegionMap, is_plain, split_by_memory
@@ -125,7 +125,7 @@ class PullEngine:
     @property
     def num_inflight(self) -> int:
         """The number of posts in flight, of pulls that have not ended."""
-        return sum(pull.num_inflight for pull in self._active)
+        return sum([pull.num_inflight for pull in self._active])
 
     @property
     def is_polling(self) -> bool:
@@ -263,7 +263,7 @@ class PullEngine:
         except KvxferdError as error:
             pull.fail(PullFailure(error.code, error.message, self._clock()))
         except Exception as error:
-            _LOG.exception("pull not expanded: pull=%d", pull.pull_id)
+            _LOG.exception("pull not expanded: pull=%d", pull.request.pull)
             pull.fail(PullFailure(Code.INTERNAL, f"cannot expand the plan: {error!r}", self._clock()))
         pull.expand_s += self._clock() - began
 
@@ -341,7 +341,7 @@ class PullEngine:
                 return True
         if self._num_short_in_a_row < MAX_SHORT_PULLS_IN_A_ROW:
             for pull in self._active:
-                if pull.can_post and pull.is_short and self._post_slice(pull):
+                if pull.can_post and pull.cost_bytes <= SHORT_BYTES and self._post_slice(pull):
                     self._num_short_in_a_row += 1
                     self._post_fence_if_read(pull)
                     return True
@@ -356,7 +356,7 @@ class PullEngine:
     def _post_slice(self, pull: PullState) -> bool:
         """Post what is next of a pull; return False where that waits for a chunk."""
         one = pull.unposted.popleft()
-        budget = self._budgets.setdefault(one.agent, SliceBudget())
+        budget = self._budgets.get(one.agent) or self._budgets.setdefault(one.agent, SliceBudget())
         into, num_budgets = None, 1
         if isinstance(one.slicer, CoverSlicer):
             waiting = (other.waits_for_chunk_since for other in self._active if other is not pull)
@@ -374,7 +374,8 @@ class PullEngine:
         was_full = not one.slicer.is_empty
         if was_full:
             pull.unposted.append(one)  # the other remote ranks come first
-        shape = ReadShape(len(runs.length), int(runs.length.sum()))
+        # Pulls for which nothing is chosen teach nothing, and most are short.
+        shape = None if pull.choice is None else ReadShape(len(runs.length), int(runs.length.sum()))
         now = self._clock()
         if pull.first_post_at is None:
             pull.first_post_at = now
@@ -485,7 +486,7 @@ class PullEngine:
         if not pull.reported:
             self._report(pull, now)
         elif not pull.in_doubt:
-            self.outbox.append(PullQuiesced(pull=pull.pull_id))
+            self.outbox.append(PullQuiesced(pull=pull.request.pull))
         self._forget(pull)
         return True
 
@@ -513,14 +514,15 @@ class PullEngine:
         assert pull.fence_word_slot is not None
         if self._word_slots.read(pull.fence_word_slot) != pull.request.fence.word:
             message = (
-                f"cannot deliver pull {pull.pull_id}: the source let go of the blocks while they were read"
+                f"cannot deliver pull {pull.request.pull}: the source let go of the blocks while they were "
+                "read"
             )
             pull.fail(PullFailure(Code.RELEASED, message, now, pull.request.fence.agent))
 
     def _report(self, pull: PullState, now: float) -> None:
         pull.reported = True
         outcome = pull.outcome(now)
-        self.outbox.append(PullDone(pull=pull.pull_id, outcome=outcome))
+        self.outbox.append(PullDone(pull=pull.request.pull, outcome=outcome))
         if outcome.delivered and pull.choice is not None and pull.was_alone and not pull.is_direct:
             self._costs.learn_pull(pull.choice, outcome.wire_s)
         num_direct = outcome.bytes - outcome.covered_bytes
@@ -533,7 +535,7 @@ class PullEngine:
             _LOG.warning("read directly, not covered: agent=%s bytes=%d of=%d", agent, num_direct, num_bytes)
 
     def _forget(self, pull: PullState) -> None:
-        del self._by_id[pull.pull_id]
+        del self._by_id[pull.request.pull]
         for queue in (self._queued, self._active):
             if pull in queue:
                 queue.remove(pull)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, PullId, Rank, RegionId
+from kvxferd.ids import AgentName, Rank, RegionId
 from kvxferd.mover.chunks.chunk_pool import Chunk
 from kvxferd.mover.chunks.covering import ChunkFill, CoverSlicer
 from kvxferd.mover.chunks.scatterer import ScatterJob
-from kvxferd.mover.chunks.slices import SHORT_BYTES, Slicer
+from kvxferd.mover.chunks.slices import Slicer
 from kvxferd.mover.reads.region_map import RegionMap, split_by_memory
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds
 from kvxferd.plan import Expander, Runs
@@ -45,7 +45,7 @@ class PostedRead:
     posted_at: float
     used_whole_budget: bool = False  # the slice was as large as its budgets
     num_budgets: int = 1
-    shape: ReadShape | None = None  # None: the fence word's
+    shape: ReadShape | None = None  # None: nothing is to be learnt from it
     into: ChunkRead | None = None  # None: it writes where its bytes belong
     handle: ReadHandle | None = None  # None: it is not posted yet, or terminal
     scatter: ScatterJob | None = None  # of a chunk, once it is read
@@ -106,19 +106,9 @@ class PullState:
     data_done_at: float | None = None
 
     @property
-    def pull_id(self) -> PullId:
-        """The pull's id."""
-        return self.request.pull
-
-    @property
     def can_post(self) -> bool:
         """Whether data is left to read, and the pull has not failed."""
         return self.failure is None and bool(self.unposted)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether what is expanded of it takes less than half a millisecond."""
-        return self.cost_bytes <= SHORT_BYTES
 
     @property
     def needs_expansion(self) -> bool:
@@ -135,7 +125,7 @@ class PullState:
     @property
     def num_inflight(self) -> int:
         """The number of reads in flight. Chunks that are scattered do not count."""
-        return sum(read.handle is not None for read in self.reads)
+        return len([read for read in self.reads if read.handle is not None]) if self.reads else 0
 
     @property
     def phase(self) -> str:
