@@ -1,9 +1,10 @@
 """Where the time of one pull goes: python benchmarks/timeline.py [--size 64K] [--pause-ms 5] [--pulls 200].
 
-Two daemons and a rank of each; prepared pulls, one after the other. It prints when each step begins and ends,
-in microseconds from the engine's call of `pull`: medians over all pulls. `timeline_hooks/sitecustomize.py`
-has the steps. Beside them stands the floor: what a packet takes from one process over two others and back,
-where none does anything else (engine, daemon, mover), and over one other (engine, mover).
+Two daemons and a rank of each; pulls that were prepared together, one after the other. It prints when each
+step begins and ends, in microseconds from the engine's call of `pull`: medians over all pulls.
+`timeline_hooks/sitecustomize.py` has the steps. Then the processor time of a pull in each process: without a
+pause and with few cores these sums are what it waits for. And the floor: what a packet takes from one process
+over two others and back, where none does anything else (engine, daemon, mover), and over one (engine, mover).
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 HOOKS = Path(__file__).parent / "timeline_hooks"
 BLOCK_BYTES = 8192 * 2 * 2  # of two layers
+BATCH, WARM_UP = 50, 5
 
 
 def main() -> None:
@@ -29,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--size", default="64K", help="of a pull: 64K, 4M, 64M")
     parser.add_argument("--pause-ms", type=float, default=0.0, help="between two pulls")
-    parser.add_argument("--pulls", type=int, default=200)
+    parser.add_argument("--pulls", type=int, default=200, help="rounded up to batches of 45")
     given = parser.parse_args()
     units = {"K": 1 << 10, "M": 1 << 20}
     size = int(given.size[:-1]) * units[given.size[-1]]
@@ -55,17 +57,41 @@ def pull_all(size: int, num_pulls: int, pause_s: float) -> list[tuple[int, int]]
     compare.NUM_BLOCKS = max(1, size // BLOCK_BYTES)
     with ExitStack() as stack:
         engines = compare.Engines(stack)
-        spans = []
-        for number in range(num_pulls + 20):
-            ref = engines.publish()
-            engines.ranks[compare.DECODE].rank.prepare(ref)
-            time.sleep(0.02 + pause_s)
-            began = time.monotonic_ns()
-            engines.pull(ref)
-            if number >= 20:
-                spans.append((began, time.monotonic_ns()))
-            time.sleep(0.005)
+        spans: list[tuple[int, int]] = []
+        spent: dict[str, float] = defaultdict(float)
+        while len(spans) < num_pulls:
+            refs = [engines.publish() for _ in range(BATCH)]
+            for ref in refs:
+                engines.ranks[compare.DECODE].rank.prepare(ref)
+            time.sleep(0.4)  # no event reports that a prepare is done
+            for number, ref in enumerate(refs):
+                if number == WARM_UP:
+                    before = processor_us()
+                time.sleep(pause_s)
+                began = time.monotonic_ns()
+                engines.pull(ref)
+                if number >= WARM_UP:
+                    spans.append((began, time.monotonic_ns()))
+            for name, us in processor_us().items():
+                spent[name] += us - before[name]
+        print("processor time of a pull, us, by process and its threads' names:")
+        for name, us in sorted(spent.items(), key=lambda one: -one[1]):
+            if us >= len(spans):
+                print(f"{us / len(spans):8.0f}  {name}")
     return spans
+
+
+def processor_us() -> dict[str, float]:
+    """Return the processor time of this process and all below it, by process and its threads' name."""
+    found: dict[str, float] = defaultdict(float)
+    processes = [os.getpid()]
+    for process in processes:  # which grows
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with suppress(OSError):  # it has ended
+                processes += map(int, (task / "children").read_text().split())
+                name = f"{process} {(task / 'comm').read_text().strip()}"
+                found[name] += int((task / "schedstat").read_text().split()[0]) / 1e3
+    return found
 
 
 def pass_on_us(num_others: int, num_packets: int, pause_s: float) -> list[float]:
@@ -107,11 +133,12 @@ def show(directory: Path, spans: list[tuple[int, int]], hooks: object) -> None:
     marks.sort()
     seen: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     at = 0
-    for began, ended in spans:
+    for (began, ended), (next_began, _) in zip(spans, [*spans[1:], spans[0]], strict=True):
         while at < len(marks) and marks[at][0] < began:
             at += 1
         times: dict[tuple[int, int], int] = defaultdict(int)
-        while at < len(marks) and marks[at][0] < ended + 3_000_000:
+        until = ended + 3_000_000 if next_began < began else min(next_began, ended + 3_000_000)
+        while at < len(marks) and marks[at][0] < until:
             when, step, is_end, _ = marks[at]
             times[step, is_end] += 1
             seen[step, times[step, is_end], is_end].append((when - began) / 1e3)
