@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from kvxferd.errors import Code
 from kvxferd.mover.transport.staging_source import CHUNK_REPLY_TIMEOUT_S
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import MAX_DRAWS, Engine, Pull, Transfer
 from tests.simulation.fabric import Moment, SimTransport
+from tests.simulation.operators import cancel_transfer
 from tests.simulation.reasons import SILENT_S
 from tests.simulation.world import PlannedMessage
 
@@ -58,15 +63,53 @@ class Loss(StrEnum):
 
 # Those in which no pull has to be repeated.
 AT_ONCE = frozenset({
-    Hardship.NONE, Hardship.READERS_MOVER_DIES, Hardship.LONG_PREFILL, Hardship.LONG_READ,
-    Hardship.LONG_QUEUE, Hardship.READER_DIES, Hardship.READ_FAILS,
+    Hardship.NONE, Hardship.MOVERS_DIE, Hardship.READERS_MOVER_DIES, Hardship.MESSAGES,
+    Hardship.LONG_PREFILL, Hardship.LONG_READ, Hardship.LONG_QUEUE, Hardship.READER_DIES, Hardship.READ_FAILS,
 })  # fmt: skip
+# From when all is written to when all of it is there: twice what is usual at most.
+SOON_S = 2.0
+LATER_S = {
+    Hardship.SOURCE_RESTARTS: 20.0, Hardship.SINK_RESTARTS: 6.0, Hardship.MESSAGES: 20.0,
+    Hardship.LONG_PREFILL: LONG_PREFILL_S, Hardship.LONG_READ: LONG_READ_S,
+}  # fmt: skip
+USUAL_WARNING = "read directly, not covered"  # where staging memory is low
+ENDS_WITHIN_S = 2.0
+GROWS_SHARE = 0.3  # of the transfers
 ENDS_MOVERS = frozenset({
     Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE, Hardship.READERS_MOVER_DIES,
 })  # fmt: skip
 JOINED_S = 14.0  # by then a home has the ranks of a node whose daemon was restarted
 
 Wait = Callable[..., bool]
+
+
+class Overheard:
+    """What daemons send each other and warn of until `end`. `to`: of requests those to one address."""
+
+    def __init__(self, world: World, to: str = "", since: float = 0.0) -> None:
+        self._world, self._to, self._since = world, to, since
+        self._requests: Counter[tuple[str, str, int]] = Counter()  # by sender, kind and number
+        self._warnings: list[str] = []
+        world.network.on_request, world.on_warning = self._request, self._warnings.append
+
+    def _request(self, sender: str, address: str, payload: bytes) -> None:
+        request = msgspec.msgpack.decode(payload)
+        is_meant = self._to in ("", address) and self._world.kernel.now >= self._since
+        if is_meant and request["t"] != "PeerHello":  # it is sent once more when its connection is there
+            self._requests[sender, request["t"], request["request"]] += 1
+
+    def end(self) -> None:
+        """Listen no more."""
+        self._world.network.on_request = lambda *_: None
+        self._world.on_warning = lambda _: None
+
+    def asked_twice(self) -> list[str]:
+        """Return the requests that were sent more than once."""
+        return [f"{sender} asks twice: {kind}" for (sender, kind, _), n in self._requests.items() if n > 1]
+
+    def warnings(self) -> list[str]:
+        """Return what was warned of."""
+        return [text for text in self._warnings if USUAL_WARNING not in text]
 
 
 class Aftermath:
@@ -83,19 +126,31 @@ class Aftermath:
         traits = self._world.traits
         return traits.has_low_limits or bool({"ended_transfers", "early_ready"} & {*traits.low_numbers})
 
-    def check_works_again(self, hardships: list[Hardship]) -> None:
-        """A transfer of each source arrives, of each at one of these hardships."""
+    def check_works_again(self) -> None:
+        """A transfer of each source arrives."""
         for source in self._world.sources:
-            self.check_arrives(source, self._rng.choice(self._world.sinks), self._rng.choice(hardships))
+            self.check_arrives(source, self._rng.choice(self._world.sinks), Hardship.NONE)
+
+    def check_hardships(self) -> None:
+        """A transfer arrives at each hardship."""
+        world, rng = self._world, self._rng
+        hardships = rng.sample([*Hardship], len(Hardship))
+        # A connection that is broken is noticed by the next read: another failure were one too many.
+        for hardship in sorted(hardships, key=lambda one: one is Hardship.CONNECTION_BREAKS):
+            self.check_arrives(rng.choice(world.sources), rng.choice(world.sinks), hardship)
+            world.plan_nothing()
+
+    def check_ends(self) -> None:
+        """What ends a transfer is told at once, of each source once."""
+        for source in self._world.sources:
+            self._check_end(source)
 
     def check_arrives(self, source: Engine, sink: Engine, hardship: Hardship) -> None:
         """A transfer arrives: at the first attempt, where its pull need not fail."""
         world = self._world
         if self._is_full:
             self._wait(lambda: False, REPEATED_S, REPEATED_S)
-        self._wait(lambda: world.is_ready, BACK_S)
-        if self._is_home_behind:
-            self._wait(lambda: False, JOINED_S)
+        self._wait_joined()
         if hardship is Hardship.SINK_RESTARTS and {*source.shape.nodes} & {*sink.shape.nodes}:
             hardship = Hardship.SOURCE_RESTARTS  # it has ranks of the source
         self._is_home_behind, self._is_full = hardship in ENDS_MOVERS, False
@@ -109,21 +164,75 @@ class Aftermath:
         if not sink.is_ready:
             self._wait(lambda: sink.is_ready, BACK_S)
         sink.pull(transfer, limit_s)
+        began, heard = world.kernel.now, Overheard(world)
 
         def is_done() -> bool:
             new = world.wanted[before:]
             return len(new) == sink.num_ranks and all(wanted.is_delivered for wanted in new)
 
-        if not self._wait(is_done, limit_s + 1):
-            what = f"{transfer.transfer_id} of {source.shape.name} does not arrive at {sink.shape.name}"
-            raise Violation(Check.WORKS_AGAIN, f"{what}, although no more than {hardship.value}")
-        is_busy = world.traits.may_be_busy  # of ranks that ask at once some are turned away
-        is_first = all(wanted.attempts == 1 for wanted in world.wanted[before:])
-        if hardship in AT_ONCE and not is_busy and not is_first:
-            raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice at rest")
+        what = f"{transfer.transfer_id} of {source.shape.name}"
+        if not self._wait(is_done, limit_s + 1, 0.05):
+            text = f"{what} does not arrive at {sink.shape.name}, although no more than {hardship.value}"
+            raise Violation(Check.WORKS_AGAIN, text)
+        heard.end()
+        if world.traits.may_be_busy:
+            return  # of ranks that ask at once some are turned away
+        soon_s = SOON_S + LATER_S.get(hardship, 0.0)
+        if world.kernel.now > max(began, transfer.whole_at) + soon_s:
+            raise Violation(Check.WORKS_AGAIN, f"{what} takes more than {soon_s:g} s: {hardship.value}")
+        if hardship is Hardship.NONE and (needless := heard.asked_twice() + heard.warnings()):
+            raise Violation(Check.QUIET, f"{what} at rest: {needless}")
+        if hardship in AT_ONCE and any(wanted.attempts > 1 for wanted in world.wanted[before:]):
+            raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice: {hardship.value}")
+
+    def _wait_joined(self) -> None:
+        self._wait(lambda: self._world.is_ready, BACK_S)
+        if self._is_home_behind:
+            self._wait(lambda: False, JOINED_S)
+
+    def _check_end(self, source: Engine) -> None:
+        """What ends a transfer is told to each rank at once, by its name."""
+        world, rng = self._world, self._rng
+        self._wait_joined()
+        publisher = source.publisher
+        others = [number for number, rank in enumerate(source.ranks) if rank is not publisher]
+        ends: dict[Code, Callable[[Transfer], None]] = {
+            Code.UNPUBLISHED: lambda transfer: publisher.do(lambda: publisher.unpublish(transfer)),
+            Code.CANCELLED: lambda transfer: cancel_transfer(world, transfer),
+            Code.SUSPENDED: lambda _: (rank := rng.choice(source.ranks)).do(rank.suspend),
+            Code.LEASE_EXPIRED: lambda _: None,
+        }
+        if others:
+            lost = rng.choice(others)
+            ends[Code.RANK_LOST] = lambda _: source.ranks[lost].kill()
+        code = rng.choice(list(ends))
+        transfer = self._publish(source)
+        within_s = ENDS_WITHIN_S
+        if code is Code.LEASE_EXPIRED:
+            transfer.lease_s = QUEUED_LEASE_S
+            within_s += QUEUED_LEASE_S
+        self._wait(lambda: transfer.ref is not None, PULL_S)
+        self._wait(lambda: False, 0.05)  # the publish has arrived
+        world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name} is to end: {code}")
+        ends[code](transfer)
+
+        def unheard() -> list[str]:
+            there = [worker for worker in transfer.workers if worker.is_alive]
+            return [worker.name for worker in there if worker not in transfer.released]
+
+        what = f"{transfer.transfer_id} of {source.shape.name} ends as {code}"
+        if not self._wait(lambda: not unheard(), within_s, 0.01):
+            raise Violation(Check.RELEASE_HEARD, f"{what}, and {unheard()} do not hear so in {within_s:g} s")
+        spans = len({*source.shape.nodes}) > 1  # of another node's rank a home knows that it has left
+        also = {Code.RANK_LOST} if spans and code is Code.SUSPENDED else set()
+        if wrong := {*transfer.released.values()} - {code} - also:
+            raise Violation(Check.RELEASE_REASON, f"{what}, and {sorted(wrong)} is told")
+        if code is Code.RANK_LOST:
+            source.replace_rank(lost)
 
     def _publish(self, source: Engine) -> Transfer:
-        drawn = (source.publish(1) for _ in range(MAX_DRAWS))
+        grows = self._rng.random() < GROWS_SHARE
+        drawn = (source.publish(1, grows) for _ in range(MAX_DRAWS))
         transfer = next((one for one in drawn if one is not None), None)
         if transfer is None:
             raise Violation(Check.WORKS_AGAIN, f"{source.shape.name} cannot publish at rest")
@@ -215,6 +324,7 @@ class Aftermath:
             self._cut_off(lost)
         if how is Loss.IS_GONE:
             self._end(lost, of_lost)
+        heard = Overheard(world, world.endpoint_of(lost), world.kernel.now + SILENT_S)
         # Some are tried again, and given up again. A read of a mover that stands still has its deadline: that
         # of the node, or of a worker that was stopped.
         granted = {} if how is Loss.IS_GONE else world.words.granted
@@ -230,6 +340,9 @@ class Aftermath:
         self._end(lost, of_lost)
         self._wait(lambda: False, GONE_S + 1.0)
         self._is_full = self._may_be_full
+        heard.end()
+        if needless := heard.asked_twice():
+            raise Violation(Check.QUIET, f"{lost} is silent: {needless}")
         world.start_daemon(lost)
         for engine in of_lost:
             if not engine.is_up:

@@ -49,6 +49,7 @@ class Check(StrEnum):
     REGISTERED = "an engine is registered again after its daemon is back"
     CANCELLED = "a cancelled pull ends"
     WORKS_AGAIN = "a transfer at rest arrives at the first attempt"
+    QUIET = "nothing is asked twice at rest, nor anything of a peer that is silent"
     LIBRARY = "the transfer library is used as it must be"
     NO_BUG = "no part of the daemon, client or mover raises or logs an error of its own"
     INTEGRITY = "a daemon's tables agree"

@@ -293,8 +293,10 @@ class Engine:
 
     # --- as a source
 
-    def publish(self, num_readers: int) -> Transfer | None:
-        """Write a request and publish it; None where that cannot be now."""
+    def publish(self, num_readers: int, grows: bool | None = None) -> Transfer | None:
+        """Write a request and publish it, some while they are written; None where that cannot be now."""
+        if grows is None:
+            grows = not self.world.fabric.is_hurried and self.rng.random() < 0.8
         if not self.is_ready:
             return None
         deployment = self.shape.deployment
@@ -307,7 +309,7 @@ class Engine:
         else:
             return None
         steps = [num_tokens]
-        if self.shape.can_grow and not self.world.fabric.is_hurried and self.rng.random() < 0.8:
+        if self.shape.can_grow and grows:
             steps = sorted({*self.rng.sample(range(num_tokens), min(num_tokens, 2)), num_tokens})
         parts = split_publish(self.rng, deployment, lists, steps)
         self._num_published += 1

@@ -15,7 +15,7 @@ from tests.simulation.checks import Check
 from tests.simulation.engine import Engine, Pull, Transfer, Worker
 from tests.simulation.fabric import Moment, SimTransport
 from tests.simulation.kernel import MAX_FD, Process
-from tests.simulation.operators import Operator
+from tests.simulation.operators import Operator, cancel_transfer
 from tests.simulation.world import DRAIN_S, PlannedMessage
 
 if TYPE_CHECKING:
@@ -574,13 +574,9 @@ class Faults:
         ]
         if (transfer := self._pick(live)) is None:
             return
-        world, publisher = self._world, transfer.publisher
-        name, home = publisher.engine.shape.name, publisher.engine.shape.nodes[0]
+        name = transfer.publisher.engine.shape.name
         self._strike("operator-cancels-transfer", f"{transfer.transfer_id} of {name}", 0.0)
-        for former in publisher.engine.all_named(transfer.transfer_id):
-            former.is_withdrawn = former.is_cancelled = True
-        path = f"/v1/transfers/cancel?transfer_id={transfer.transfer_id}&engine_id={name}"
-        Operator(world).post(home, path, lambda: publisher.expect_withdrawn(transfer))
+        cancel_transfer(self._world, transfer)
 
     def _operator_cancels_pull(self, rng: random.Random) -> None:
         def cancelled(pull: Pull) -> None:

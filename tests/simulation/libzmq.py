@@ -326,6 +326,8 @@ class SimSocket:
         queue = self._outgoing[None if route is None else self._find(route)]
         if len(queue) >= self._options.get(int(zmq.SNDHWM), 1000):
             raise zmq.Again
+        if route is None:
+            self.network.on_request(self.process.name, self._address, bytes(payload))
         queue.append((bytes(payload), tracker))
         self.context.wake()
 

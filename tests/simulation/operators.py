@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.simulation.engine import Pull
+    from tests.simulation.engine import Pull, Transfer
     from tests.simulation.world import World
 
 REPLY_S = 5.0
@@ -85,6 +85,16 @@ class Operator:
             if not (more := sock.recv(1 << 20)):
                 raise ConnectionResetError("a daemon does not reply to its operator")
             got += more
+
+
+def cancel_transfer(world: World, transfer: Transfer) -> None:
+    """Have an operator cancel what an engine has published by an id."""
+    publisher = transfer.publisher
+    name, home = publisher.engine.shape.name, publisher.engine.shape.nodes[0]
+    for former in publisher.engine.all_named(transfer.transfer_id):
+        former.is_withdrawn = former.is_cancelled = True
+    path = f"/v1/transfers/cancel?transfer_id={transfer.transfer_id}&engine_id={name}"
+    Operator(world).post(home, path, lambda: publisher.expect_withdrawn(transfer))
 
 
 def _is_shown_as(pull: Pull, shown: dict[str, Any]) -> bool:

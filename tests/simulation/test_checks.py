@@ -24,6 +24,7 @@ from tests.simulation.engine import Kernels, Transfer, Worker
 from tests.simulation.episode import Plan, Size
 from tests.simulation.fabric import SimTransport
 from tests.simulation.kernel import can_fork
+from tests.simulation.libzmq import SimSocket
 from tests.simulation.network import Network
 from tests.simulation.node import SimDaemon
 from tests.simulation.reasons import Reasons
@@ -47,7 +48,7 @@ FENCE_BYTES = 16
 
 _real_handle = Worker._handle
 _real_send, _real_pull, _real_holder_of = Network.send, Worker.pull, Words.holder_of
-_real_publish = client.Publisher.publish
+_real_publish, _real_queue = client.Publisher.publish, SimSocket._queue
 _real_check_bytes, _real_memmove = Worker._check_bytes, ctypes.memmove
 
 
@@ -115,6 +116,11 @@ async def _never(_: SimDaemon) -> None:
     await asyncio.Event().wait()
 
 
+def _queue_twice(socket: SimSocket, route: bytes | None, *arguments: Any) -> None:
+    for _ in range(2 if route is None else 1):
+        _real_queue(socket, route, *arguments)
+
+
 def _pull_not_at_rest(worker: Worker, *arguments: Any) -> None:
     if not worker.world.fabric.is_hurried:
         _real_pull(worker, *arguments)
@@ -180,6 +186,7 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
         _without(client.Failed, lambda worker, event: event.code == Code.CANCELLED),
     ),
     (Check.WORKS_AGAIN, "no pull at rest", Worker, "pull", _pull_not_at_rest),
+    (Check.QUIET, "requests are sent twice", SimSocket, "_queue", _queue_twice),
     (Check.LIBRARY, "no memory is registered", SimTransport, "holds", lambda self, address, size: False),
     (Check.NO_BUG, "a daemon raises", SimDaemon, "_after_events", _raise(ValueError("planted"))),
     (Check.TURN, "a low bound", audit, "MAX_TURN_MESSAGES", 1),

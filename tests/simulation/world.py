@@ -241,6 +241,7 @@ class World:
         self.unsure_counts: set[str] = set()  # nodes whose daemon was restarted, or a worker died there
         self.num_checked = 0
         self.on_pull: Callable[[], None] = lambda: None
+        self.on_warning: Callable[[str], None] = lambda text: None
         # What happens, and how soon, to the movers that reach a moment next.
         self.planned_at: dict[Moment, list[tuple[float, Callable[[SimTransport], None]]]]
         self.planned_at = {moment: [] for moment in Moment}
@@ -418,6 +419,8 @@ class World:
         process = self.kernel.current.process.name
         detail = traceback.format_exc() if is_exception and self.story is not None else ""
         self.tell(f"{process} logs", f"{text} {detail}".rstrip())
+        if level >= logging.WARNING:
+            self.on_warning(f"{process} warns: {text}")
         if is_exception:
             self.violate(Check.NO_BUG, f"{process} logs an exception: {text}")
 
