@@ -139,6 +139,8 @@ class Aftermath:
         for hardship in sorted(hardships, key=lambda one: one is Hardship.CONNECTION_BREAKS):
             self.check_arrives(rng.choice(world.sources), rng.choice(world.sinks), hardship)
             world.plan_nothing()
+            for transport in world.fabric.agents.values():
+                transport.stalls_until = 0.0
 
     def check_ends(self) -> None:
         """What ends a transfer is told at once, of each source once."""

@@ -53,6 +53,7 @@ DAEMON_GRACE_S = 0.1  # after a deadline, for the daemon's word to come
 TWO_TRIPS_S = 0.25
 KERNELS_S = (0.0, 0.001, 0.02, 0.3)
 MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer, and a progressive pull waits for its source
+FEW_READERS = {"acknowledged", "core.source.transfer_table MAX_READERS"}  # of `LOW_NUMBERS`
 LOW_LIMIT = 3  # of an engine's transfers, and of a rank's pulls, where limits are low
 REFUSED_S = 3.0  # within which what is too much has been refused
 PREPARE_SHARE = 0.3  # of requests that are announced before they are pulled
@@ -1179,7 +1180,8 @@ class Worker:
         reader = f"{self.engine.shape.name} {self.generation}"
         pull.transfer.delivered.setdefault(reader, set()).add(self)
         transfer = pull.transfer
-        if transfer.num_done() >= transfer.num_readers:
+        forgets = bool(FEW_READERS & {*self.world.traits.low_numbers})  # then the lease ends it
+        if transfer.num_done() >= transfer.num_readers and not forgets:
             publisher = transfer.publisher
             # Those daemons know who has acknowledged, or has still to: without one the lease ends it. One
             # that is lost has taken along what was on its way.
