@@ -347,9 +347,16 @@ def test_a_read_of_an_ended_pull_that_never_ends_is_reported_as_lost() -> None:
     assert bench.chunks.count(ChunkState.FREE) > 0
 
 
-def test_equal_layouts_are_read_directly_and_chosen_for_once() -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "is_chosen"),
+    [((200, 200), [True, False]), ((8, 9, 8), [True, True, False]), ((16, 200), [True, False])],
+)
+def test_equal_layouts_are_read_directly_and_chosen_for_once(
+    num_blocks: tuple[int, ...], is_chosen: list[bool]
+) -> None:
+    """A few blocks do not show how more of them lie, where blocks are unequal."""
     bench = Bench(chunk_bytes=CHUNK, always_covers=False, layout_here="HND")
-    outcomes = [bench.pull(scattered(200)) for _ in range(2)]
+    outcomes = [bench.pull(scattered(number)) for number in num_blocks]
     assert all(outcome.delivered for outcome in outcomes)
-    assert [outcome.predicted_s > 0 for outcome in outcomes] == [True, False]
+    assert [outcome.predicted_s > 0 for outcome in outcomes] == is_chosen
     assert set(states(bench)) == set()
