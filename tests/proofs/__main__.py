@@ -147,7 +147,7 @@ PROOFS = (
         needs=(IS_ROOT, IP), paths=(*DAEMON, "tests/proofs/hosts", "tests/support/network_namespaces.py"),
     ),
     Proof(
-        "simulation", 5, "tests.simulation", f"--faults 10000 {SEED} --record --times",
+        "simulation", 7, "tests.simulation", f"--faults 10000 {SEED} --record --times",
         paths=(*DAEMON, *LAYOUTS, *SIMULATION),
     ),
     Proof(
