@@ -131,10 +131,10 @@ class Aftermath:
         for source in self._world.sources:
             self.check_arrives(source, self._rng.choice(self._world.sinks), Hardship.NONE)
 
-    def check_hardships(self) -> None:
-        """A transfer arrives at each hardship."""
+    def check_hardships(self, number: int) -> None:
+        """A transfer arrives at each of so many hardships."""
         world, rng = self._world, self._rng
-        hardships = rng.sample([*Hardship], len(Hardship))
+        hardships = rng.sample([*Hardship], number)
         # A connection that is broken is noticed by the next read: another failure were one too many.
         for hardship in sorted(hardships, key=lambda one: one is Hardship.CONNECTION_BREAKS):
             self.check_arrives(rng.choice(world.sources), rng.choice(world.sinks), hardship)

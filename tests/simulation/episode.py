@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvxferd.wire.limits import CHUNK_BYTES
-from tests.simulation.aftermath import Aftermath
+from tests.simulation.aftermath import Aftermath, Hardship
 from tests.simulation.audit import METRICS, STATUS, Audit, Turns
 from tests.simulation.blunders import Blunders
 from tests.simulation.checks import Check, Violation
@@ -48,6 +48,7 @@ class Size(msgspec.Struct, frozen=True):
     nodes: int = 2
     engines: int = 4
     faults: int = 60
+    hardships: int = len(Hardship)  # at rest, one after another; 0: nor ends of transfers
 
 
 class Result(msgspec.Struct):
@@ -223,8 +224,8 @@ class Episode:
         if self.rng.random() < LOST_NODE_SHARE and "owned_ranks" not in self.plan.traits.low_numbers:
             self.aftermath.check_lost_node()
             self._rest()
-        if not self.plan.traits.may_be_busy:
-            self.aftermath.check_hardships()
+        if self.plan.size.hardships and not self.plan.traits.may_be_busy:
+            self.aftermath.check_hardships(self.plan.size.hardships)
             self.aftermath.check_ends()
             self._rest()
         if self.rng.random() < BLUNDERS_SHARE and not self.plan.traits.may_be_busy:

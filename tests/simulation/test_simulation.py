@@ -81,7 +81,7 @@ def test_lies_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PeerInbox, "_refuse_undecodable", refuse)
     found = []
     for seed in range(20):
-        plan = Plan.draw(seed, Size(faults=20))
+        plan = Plan.draw(seed, Size(faults=20, hardships=0))
         plan = structs.replace(plan, traits=replace(plan.traits, lies_share=0.3))
         found.append(runs.run(plan))
         if found[-1].check:
