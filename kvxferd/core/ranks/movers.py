@@ -190,7 +190,7 @@ class Movers:
 
         Raises PeerError where another peer named an agent first: the library would replace the way to it.
         """
-        known, more = self._movers[mover], 0
+        known, is_complete, more = self._movers[mover], True, 0
         self._forget_stale(known)
         for agent, metadata, _ in wanted:
             if (remote := known.remotes.pop(agent, None)) is None:
@@ -200,13 +200,13 @@ class Movers:
             known.remotes[agent] = remote  # the last one
             if metadata in remote.loaded:
                 continue
-            more += len(metadata)
+            is_complete, more = False, more + len(metadata)
             if remote.peer != peer:
                 raise PeerError(
                     f"cannot read from agent {agent} as {peer} describes it: it is an agent of {remote.peer}",
                     Code.BAD_FRAME,
                 )
-        if not more:
+        if is_complete:
             return
         self._make_room(known, peer, {agent for agent, _, _ in wanted}, more)
         for agent, metadata, word in wanted:
