@@ -154,7 +154,7 @@ def _ref_text(given: Mapping[str, object], name: str, most_chars: int = MAX_NAME
         raise TypeError(f"`{name}` is missing or no text")
     if not 0 < len(value) <= most_chars:
         raise ValueError(f"`{name}` has {len(value)} characters, 1 to {most_chars} go")
-    return str.encode(value).decode()  # as `as_utf8_str`
+    return as_utf8_str(value)
 
 
 def as_utf8_str(text: str) -> str:
