@@ -22,7 +22,7 @@ from tests.simulation.rare_states import is_left_out
 # What the simulation runs and decides by.
 FOLDERS = ("core/", "client/", "mover/reads/", "mover/chunks/", "plan/", "wire/")
 # Statements with one of these words only log, count or show.
-SHOWN = ("log.", "phases_s", "metrics", "trace", "Trace", "emit_record", "EmitRecord", "CountServed")
+SHOWN = ("log.", "phases_s", "metrics", "trace", "Trace", "emit_record", "Record(", "CountServed")
 # Functions that only look, or show: without them the product does the same.
 LOOKING = ("check_integrity", "__repr__", "__str__")
 BOUNDARIES: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -41,7 +41,8 @@ class Change(NamedTuple):
 def changes(tree: ast.AST) -> Iterator[Change]:
     """Yield all that can be done, in the same order for each tree of one source."""
     looking = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name in LOOKING]
-    left_out = {id(node) for one in looking for node in ast.walk(one)}
+    showing = [one.test for one in ast.walk(tree) if isinstance(one, ast.If) and _is_shown(one.body[0])]
+    left_out = {id(node) for one in [*looking, *showing] for node in ast.walk(one)}
     for node in ast.walk(tree):
         if id(node) in left_out:
             continue
@@ -56,7 +57,7 @@ def changes(tree: ast.AST) -> Iterator[Change]:
                 for index in range(len(values)):
                     left = values[:index] + values[index + 1 :]
                     yield Change("missing-check", line, _set(node, "values", left))
-            case ast.If(test=test, lineno=line) if not (_is_shown(test) or _is_shown(node.body[0])):
+            case ast.If(test=test, lineno=line) if id(test) not in left_out and not _is_shown(test):
                 yield Change("missing-check", line, _set(node, "test", ast.UnaryOp(ast.Not(), test)))
 
 
@@ -75,20 +76,26 @@ def _of_block(block: list[ast.stmt], moves: bool) -> Iterator[Change]:
             is_docstring = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
             if after is None or not is_statement or is_docstring or not (_calls(one) or _calls(after)):
                 continue
-            if not _are_apart(one, after):
+            shared = (_sets(one) & _names(after)) | (_sets(after) & _names(one))
+            is_new_local = isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name | ast.Tuple)
+            if (_acts(one) and _acts(after)) or (shared and not is_new_local):  # a local's lack fails at once
                 yield Change("moved", one.lineno, _put(block, index, after, one))
 
 
-def _are_apart(one: ast.stmt, other: ast.stmt) -> bool:
-    """Whether two statements only set what the other does not name: their order changes nothing."""
-    pair = (one, other)
-    if not all(isinstance(each, ast.Assign) for each in pair):
-        return False
-    texts = [ast.unparse(each) for each in pair]
-    targets = [[ast.unparse(target) for target in each.targets] for each in pair]  # type: ignore[attr-defined]
-    return not any(
-        target in text for text, named in zip(texts, targets[::-1], strict=True) for target in named
-    )
+def _acts(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await)
+
+
+def _sets(node: ast.stmt) -> set[str]:
+    """Return what a statement may change, so that its place matters to another that names it."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    functions = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
+    subjects = [function.value for function in functions if isinstance(function, ast.Attribute)]
+    return {ast.unparse(one) for one in [*filter(None, targets), *subjects]}
+
+
+def _names(node: ast.stmt) -> set[str]:
+    return {ast.unparse(one) for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute)}
 
 
 def _calls(node: ast.stmt) -> bool:

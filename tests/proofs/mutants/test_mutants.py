@@ -58,10 +58,11 @@ def test_a_seed_draws_the_same_mutants_each_of_which_can_be_planted() -> None:
         ("self.close()", {"dropped": ["pass"]}),
         ("del held[name]", {"dropped": ["pass"]}),
         ("if late:\n    return", {"dropped": ["pass"], "missing-check": ["if not late:\n    return"]}),
-        ("held.clear()\nself.n += 1\nreturn 1", {
-            "dropped": ["pass\nself.n += 1\nreturn 1", "held.clear()\npass\nreturn 1"],
-            "moved": ["self.n += 1\nheld.clear()\nreturn 1"],
+        ("held.clear()\nself.n += len(held)", {
+            "dropped": ["pass\nself.n += len(held)", "held.clear()\npass"],
+            "moved": ["self.n += len(held)\nheld.clear()"],
         }),
+        ("held.clear()\nself.n += 1", {"dropped": ["pass\nself.n += 1", "held.clear()\npass"]}),
         ("x = a < b", {"boundary": ["x = a <= b"]}),
         ("x = a and b", {"missing-check": ["x = b", "x = a"]}),
         ("log.info(1)", {}),
