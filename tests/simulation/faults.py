@@ -16,7 +16,7 @@ from tests.simulation.engine import Engine, Pull, Transfer, Worker
 from tests.simulation.fabric import Moment, SimTransport
 from tests.simulation.kernel import MAX_FD, Process
 from tests.simulation.operators import Operator, cancel_transfer
-from tests.simulation.world import DRAIN_S, PlannedMessage
+from tests.simulation.world import DRAIN_S, DYING_S, PlannedMessage
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -234,10 +234,18 @@ class Faults:
         self._at_read(rng, "kill-daemon-at-read", kill)
 
     def _lose_daemon_in_doubt(self, rng: random.Random) -> None:
-        """A read fails in a way that proves nothing, and its rank loses its daemon, or their connection."""
-        dies = rng.random() < 0.6
+        """A read fails in a way that proves nothing, and its rank loses its daemon, or their connection.
+
+        The next reads may take so long that movers of former connections end meanwhile.
+        """
+        dies, stalls = rng.random() < 0.6, rng.random() < 0.5
+
+        def stall(mover: SimTransport) -> None:
+            mover.stalls_until = self._world.kernel.now + DYING_S[-1]
+            self._world.expectations.disturb(DYING_S[-1], *self._world.node_names)
 
         def lose(worker: Worker) -> None:
+            self._world.planned_at[Moment.READ] += [(0.0, stall)] * 3 if stalls else []
             if dies and not self._world.daemons[worker.node].is_dead:
                 self._end_daemon(worker.node)
             else:
