@@ -28,7 +28,7 @@ from kvxferd.memory import FencePage
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, MOVER_DELIVERIES, encode
 from kvxferd.wire.framing import Frame
-from kvxferd.wire.limits import MAX_DELIVERY_BYTES
+from kvxferd.wire.limits import FENCE_SLOTS, MAX_DELIVERY_BYTES
 
 # Seconds between attempts to connect: a restarted daemon is found within 2 s, and a missing one
 # costs next to nothing. Jittered, so that a node's ranks do not connect all at once.
@@ -64,7 +64,7 @@ class Connection:
         self.state_changed = threading.Condition(self.lock)  # the session's state, or a reply came
         self.events = EventQueue()
         self._resources.callback(self.events.close)
-        fence = FenceSlots()
+        fence = FenceSlots(FENCE_SLOTS)
         self._resources.callback(fence.close)
         self._deliveries = DeliverySocketPair()
         self._resources.callback(self._deliveries.close)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from kvxferd.errors import BusyError
 from kvxferd.memory import FencePage
-from kvxferd.wire.limits import FENCE_SLOTS, FENCE_WORD_BYTES
+from kvxferd.wire.limits import FENCE_WORD_BYTES
 
 RETRY_AFTER_S = 1.0  # the busiest prefill engines release some transfer well within this
 
@@ -25,7 +25,7 @@ class FenceSlots:
 
     def __init__(
         self,
-        num_slots: int = FENCE_SLOTS,
+        num_slots: int,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
         """`random_bytes` returns so many bytes that nobody can predict."""

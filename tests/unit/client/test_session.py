@@ -31,6 +31,7 @@ from kvxferd.ids import Endpoint, Incarnation, TransferId
 from kvxferd.memory import FencePage
 from kvxferd.wire import worker
 from kvxferd.wire.common import Message
+from kvxferd.wire.limits import FENCE_SLOTS
 from tests.support.client_harness import LAYOUT, REF, REGION, SPEC
 
 BLOCKS = pack_blocks({"full": BlockList(ids=array("i", [1, 2]))}, None, "pull")
@@ -58,7 +59,7 @@ class Requests:
     def __init__(self, page: FencePage) -> None:
         self.events: list[Event] = []
         self.pulls = ClientPulls(self.events.append)
-        fence = FenceSlots()
+        fence = FenceSlots(FENCE_SLOTS)
         fence.switch_page(page)
         self.publishes = ClientPublishes(fence, self.events.append)
         self.outbox = Outbox(self.pulls, self.publishes)
@@ -283,7 +284,7 @@ def test_a_request_is_short_by_its_block_ids(requests: Requests) -> None:
 
 def test_without_a_daemon_the_word_is_overwritten_before_the_event(page: FencePage) -> None:
     words: list[bytes] = []
-    fence = FenceSlots()
+    fence = FenceSlots(FENCE_SLOTS)
     fence.switch_page(page)
     publishes = ClientPublishes(fence, lambda event: words.append(page.read(publish.slot)))
     publish = publishes.add(TransferId("t1"), {}, 1, 1, 10.0, ())
@@ -314,7 +315,7 @@ def greeted(session: ClientSession, now: float) -> ClientSession:
 
 def registering(events: list[Event]) -> ClientSession:
     """Return a session whose registration is under way."""
-    session = ClientSession("rank", FenceSlots(), 1, events.append)
+    session = ClientSession("rank", FenceSlots(FENCE_SLOTS), 1, events.append)
     session.register(RankRole(SPEC, LAYOUT, exports()))
     return greeted(session, 0.0)
 
@@ -334,7 +335,7 @@ def reply_to(register: Message) -> worker.Registered:
 
 
 def test_a_daemon_that_does_not_reply_to_hello_is_given_up() -> None:
-    session = ClientSession("rank", FenceSlots(), 1, lambda event: None)
+    session = ClientSession("rank", FenceSlots(FENCE_SLOTS), 1, lambda event: None)
     session.connection_made(1.0)
     assert session.next_deadline() == 1.0 + HANDSHAKE_TIMEOUT_S
     session.tick(0.9 + HANDSHAKE_TIMEOUT_S)

@@ -23,6 +23,7 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import BlockIds, Message, TransferRef
 from kvxferd.wire.limits import (
+    FENCE_SLOTS,
     IDS_PART_BYTES,
     MAX_DELIVERED_BY_MOVER,
     MAX_GROUPS_PER_REQUEST,
@@ -226,7 +227,7 @@ def extend_on_daemon(before: BlocksByGroup, num_tokens: int) -> Callable[[int], 
 
 
 def extend_on_client(before: BlocksByGroup, num_tokens: int) -> Callable[[int], None]:
-    publishes = ClientPublishes(FenceSlots(), lambda event: None)
+    publishes = ClientPublishes(FenceSlots(FENCE_SLOTS), lambda event: None)
     publish = ClientPublish("t", "nonce", 0, before, num_tokens, 1, 1e9, ())
     return lambda start: publishes.add_blocks(
         publish, {"full": PackedBlocks(pack_ids(ids(start, start + 1)))}, 0.0
