@@ -98,9 +98,14 @@ class Engines:
         assert type(event).__name__ == "Delivered", event
 
     def processor_us(self, role: Role) -> float:
-        """Return the processor time of all threads of a daemon, in microseconds."""
-        tasks = Path(f"/proc/{self.daemons[role].pid}/task").iterdir()
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e3
+        """Return the processor time of a daemon, in microseconds."""
+        return processor_us(self.daemons[role].pid)
+
+
+def processor_us(pid: int) -> float:
+    """Return the processor time of all threads of a process, in microseconds."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e3
 
 
 class Peer:
@@ -241,37 +246,55 @@ def publishes(engines: Engines) -> Figures:
     return {"a publish and its release, us": (engines.processor_us(PREFILL) - before) / PUBLISHES}
 
 
+# The least that a daemon does with what a rank sends: its loop wakes and reads.
+RECEIVER = """
+import asyncio, socket, sys, uvloop
+sock, loop = socket.socket(fileno=int(sys.argv[1])), uvloop.new_event_loop()
+loop.add_reader(sock, sock.recv, 4096)
+print(flush=True)
+loop.run_forever()
+"""
+
+
 def extends(engines: Engines) -> Figures:
     """Report a chunk of one block as ready, 5 ms apart, beside two processes that only send and receive."""
     from kvxferd.client import BlockList
 
-    rank, called, num_chunks = engines.ranks[PREFILL].rank, [], EXTENDED * NUM_BLOCKS
-    ids = engines.requests[PREFILL].ids
-    before = engines.processor_us(PREFILL)
+    rank, called, spent_us, floor = engines.ranks[PREFILL].rank, [], 0.0, []
+    ids, num_chunks = engines.requests[PREFILL].ids, EXTENDED * NUM_BLOCKS
     for _ in range(EXTENDED):
         name = secrets.token_hex(8)
         ref = rank.publish(name, {}, engines.pair.num_tokens, ready_tokens=0)
+        time.sleep(EXTEND_PAUSE_S)
+        spent_us -= engines.processor_us(PREFILL)
         for number in range(NUM_BLOCKS):
             time.sleep(EXTEND_PAUSE_S)
             tokens = engines.pair.num_tokens * (number + 1) // NUM_BLOCKS
             began = time.thread_time()
             rank.ready(name, tokens, {group: BlockList(ids=[int(of[number])]) for group, of in ids.items()})
             called.append(1e6 * (time.thread_time() - began))
+        time.sleep(EXTEND_PAUSE_S)
+        spent_us += engines.processor_us(PREFILL)
         rank.unpublish(ref)
-    spent = engines.processor_us(PREFILL) - before
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        floor = []
+    command = [sys.executable, "-c", RECEIVER, str(theirs.fileno())]
+    with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        before = processor_us(other.pid)
         for _ in range(num_chunks):
             time.sleep(EXTEND_PAUSE_S)
             began = time.thread_time()
             ours.send(b"x" * 100)
             floor.append(1e6 * (time.thread_time() - began))
-            theirs.recv(100)
+        time.sleep(EXTEND_PAUSE_S)
+        received = (processor_us(other.pid) - before) / num_chunks
+        other.kill()
     return {
         "ready() of a block, p50, us of processor": statistics.median(called),
-        "prefill daemon, with a publish for four, us": spent / num_chunks,
+        "prefill daemon, of such a report, us": spent_us / num_chunks,
         "a send alone, p50, us of processor": statistics.median(floor),
+        "a loop that only receives it, us of processor": received,
     }
 
 

@@ -37,28 +37,27 @@ class DecisionLoop:
         self._events.append(event)
         if self._is_feeding:
             return
-        self._is_feeding = True
+        self._is_feeding, node = True, self.node()
         while self._events:
-            for effect in self._decide(self._events.popleft()):
+            for effect in self._decide(node, self._events.popleft()):
                 try:
                     self.carry_out(effect)
                 except Exception:
                     log.exception("effect failed", kind=type(effect).__name__)
         self._is_feeding = False
-        self._set_timer()
+        self._set_timer(node.next_deadline())
         self.after_events()
 
-    def _decide(self, event: Event) -> list[Effect]:
+    def _decide(self, node: Node, event: Event) -> list[Effect]:
         try:
             # Not the loop's clock: uvloop's has steps of a millisecond, and a small pull takes less.
-            return self.node().feed(event, time.monotonic())
+            return node.feed(event, time.monotonic())
         except Exception:
             log.exception("event failed", kind=type(event).__name__)
-            return self.node().context.pop_effects()  # what was decided before it raised
+            return node.context.pop_effects()  # what was decided before it raised
 
-    def _set_timer(self) -> None:
+    def _set_timer(self, deadline: float | None) -> None:
         # A timer that fires too early costs an event; setting a new one for each event costs more.
-        deadline = self.node().next_deadline()
         if deadline is not None and (self._timer is None or deadline < self._timer_at):
             if self._timer is not None:
                 self._timer.cancel()

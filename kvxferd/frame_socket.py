@@ -129,7 +129,7 @@ class FrameSocket:
         while self._unsent:
             first = self._unsent[0]
             try:
-                rest = memoryview(first.payload)[first.num_sent :]
+                rest = memoryview(first.payload)[first.num_sent :] if first.num_sent else first.payload
                 if first.fds:
                     sent = self._socket.sendmsg([rest], _scm_rights(first.fds), _NO_SIGNAL)
                 else:

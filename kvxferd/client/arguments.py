@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import GroupName
@@ -16,11 +16,11 @@ MAX_SECONDS = 10 * 365 * 24 * 3600.0  # a time beyond this is a mistake in units
 
 
 def pack_blocks(
-    blocks: Mapping[str, BlockList], known_groups: Collection[str] | None, what: str
+    blocks: Mapping[str, BlockList], groups: Mapping[str, str] | None, what: str
 ) -> BlocksByGroup:
     """Return `blocks` ready for the wire, copied unless they are borrowed.
 
-    `known_groups` are the groups of the rank's layout, None where there is no layout (a scheduler).
+    `groups`: the names of the rank's groups, by name; None where there is no layout (a scheduler).
     Raises EngineError(blocks-invalid).
     """
     packed: BlocksByGroup = {}
@@ -31,12 +31,12 @@ def pack_blocks(
     if len(blocks) > MAX_GROUPS_PER_REQUEST:
         raise EngineError(f"cannot {what}: {len(blocks)} groups, at most {MAX_GROUPS_PER_REQUEST} go")
     for name, listed in blocks.items():
-        if known_groups is not None and name not in known_groups:
+        plain = groups.get(name) if groups is not None else check_name(name, "a group", Code.BLOCKS_INVALID)
+        if plain is None:
             raise EngineError(
                 f"cannot {what}: the layout has no group {name!r}, only "
-                f"{', '.join(map(repr, sorted(known_groups)))}"
+                f"{', '.join(map(repr, sorted(groups or ())))}"
             )
-        plain = check_name(name, "a group name", Code.BLOCKS_INVALID)
         packed[GroupName(plain)] = _pack_one(plain, listed, what)
     if (total := num_id_bytes(packed)) > MAX_REQUEST_IDS_BYTES:
         raise EngineError(f"cannot {what}: {total} bytes of block ids, at most {MAX_REQUEST_IDS_BYTES} go")

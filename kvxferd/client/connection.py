@@ -102,29 +102,21 @@ class Connection:
         A short request that the engine's own thread sends reaches the daemon before the I/O thread
         would have woken up.
         """
-        sock = self._socket
-        if (
-            sock is None
-            or self._disconnect_requested
-            or not sock.is_flushed
-            or not self.session.has_one_short_request(DIRECT_BYTES)
-            or not self._send_lock.acquire(blocking=False)
-        ):
+        if self._disconnect_requested or not self._send_lock.acquire(blocking=False):
             self.wake()
             return
-        self._last_request_at = time.monotonic()
+        is_done, sock, now = False, self._socket, time.monotonic()
         try:
-            if (
-                self._socket is sock
-                and (outgoing := self.session.pop_outgoing(self._last_request_at)) is not None
-            ):
-                sock.send(encode(outgoing.message))
-                sock.flush()
-            is_done = sock.is_flushed
+            if sock is not None and sock.is_flushed:
+                message = self.session.pop_short_request(DIRECT_BYTES, now)
+                if message is not None:
+                    self._last_request_at = now
+                    sock.send(encode(message))
+                    sock.flush()
+                    is_done = sock.is_flushed
         finally:
             self._send_lock.release()
-        deadline = self.session.next_deadline()
-        if not is_done or (deadline is not None and deadline < self._wakes_at):
+        if not is_done or self.session.next_deadline() < self._wakes_at:
             self.wake()
 
     def wake(self) -> None:
@@ -278,15 +270,14 @@ class Connection:
     def _select_timeout(self) -> float | None:
         now = time.monotonic()
         with self.lock:
-            times = [self.session.next_deadline()]
+            earliest = self.session.next_deadline()
             if now < self._last_request_at + BUSY_S:
-                times.append(now + BUSY_POLL_S)
+                earliest = min(earliest, now + BUSY_POLL_S)
             if self._socket is None and self.session.close_reason is None:
-                times.append(self._reconnect_at)
-            earliest = min((t for t in times if t is not None), default=None)
-            self._wakes_at = math.inf if earliest is None else earliest
+                earliest = min(earliest, self._reconnect_at)
+            self._wakes_at = earliest
         # Selectors count milliseconds in an int: a lease of years would overflow it.
-        return None if earliest is None else min(max(0.0, earliest - now), MAX_PAUSE_S)
+        return None if earliest == math.inf else min(max(0.0, earliest - now), MAX_PAUSE_S)
 
     def _clear_wake_fd(self) -> None:
         os.eventfd_read(self._wake_fd)

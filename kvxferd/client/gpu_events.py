@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,16 +53,16 @@ class PendingCompletions:
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
-        self._next_poll: float | None = None
+        self.next_poll = math.inf  # when `poll` is due next; infinity: nothing waits
 
     def add(self, after: Completion, on_done: Callable[[], None], on_error: Callable[[str], None]) -> None:
         """Call `on_done` once the work is done, or `on_error` with the reason if it fails."""
         self._pending.append(_Pending(after, on_done, on_error))
-        self._next_poll = 0.0
+        self.next_poll = 0.0
 
     def poll(self, now: float) -> None:
         """Query each completion and call back for those that are done or have failed."""
-        if self._next_poll is None or now < self._next_poll:
+        if now < self.next_poll:
             return
         waiting, self._pending = self._pending, []
         for pending in waiting:
@@ -74,13 +75,9 @@ class PendingCompletions:
                 pending.on_done()
             else:
                 self._pending.append(pending)
-        self._next_poll = now + POLL_S if self._pending else None
-
-    def next_poll(self) -> float | None:
-        """Return when `poll` is due next, None while nothing waits."""
-        return self._next_poll
+        self.next_poll = now + POLL_S if self._pending else math.inf
 
     def clear(self) -> None:
         """Drop everything, without a callback."""
         self._pending.clear()
-        self._next_poll = None
+        self.next_poll = math.inf

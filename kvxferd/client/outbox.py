@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -33,6 +33,7 @@ Request = worker.PullRequest | worker.Publish | worker.Ready  # those with block
 # The message of a pull or publish is built when it is sent, with the deadline or lease that remains then;
 # one that has ended meanwhile is skipped.
 QueuedItem = Message | ClientPull | ClientPublish
+_WITH_BLOCKS = (ClientPull, ClientPublish, worker.Ready)
 # Items that the next daemon must receive; all other messages follow from the session's state.
 _SENT_AFTER_RECONNECT = (worker.Prepare, worker.Abandon)
 
@@ -61,16 +62,15 @@ class Outbox:
         """Queue an item, which is sent while the session is READY, in the order queued."""
         self._queue.append(item)
 
-    def has_one_short_item(self, most_bytes: int) -> bool:
-        """Return whether exactly one item waits, with at most `most_bytes` of block ids."""
+    def pop_short(self, most_bytes: int, epoch: int, now: float) -> Message | None:
+        """Return the message of the only item that waits, if it has at most `most_bytes` of block ids."""
         if self._first or len(self._queue) != 1:
-            return False
+            return None
         item = self._queue[0]
-        match item:
-            case ClientPull() | ClientPublish() | worker.Ready():
-                return num_id_bytes(item.blocks) <= most_bytes
-            case _:
-                return True
+        if isinstance(item, _WITH_BLOCKS) and num_id_bytes(item.blocks) > most_bytes:
+            return None
+        self._queue.clear()
+        return self._build_message(item, epoch, now)
 
     def replay(self, items: Sequence[QueuedItem]) -> None:
         """Queue these before the items that wait."""
@@ -89,24 +89,26 @@ class Outbox:
     def pop(self, ready: bool, epoch: int, now: float) -> Outgoing | None:
         """Return the next message to send, None when there is none now. `ready`: the session is READY."""
         while ready and not self._first and self._queue:
-            self._first.extend(self._build_messages(self._queue.popleft(), epoch, now))
+            message = self._build_message(self._queue.popleft(), epoch, now)
+            if isinstance(message, Request):
+                self._first.extend(self._split(message))
+            elif message is not None:
+                self._first.append(Outgoing(message))
         return self._first.popleft() if self._first else None
 
-    def _build_messages(self, item: QueuedItem, epoch: int, now: float) -> Iterable[Outgoing]:
+    def _build_message(self, item: QueuedItem, epoch: int, now: float) -> Message | None:
+        """Return the item's message, None if it has ended."""
         match item:
             case ClientPull():
-                request: Request | None = self._pulls.build_message(item, epoch, now)
+                return self._pulls.build_message(item, epoch, now)
             case ClientPublish():
-                request = self._publishes.build_message(item, epoch, now)
-            case worker.Ready():
-                request = item
+                return self._publishes.build_message(item, epoch, now)
             case _:
-                return [Outgoing(item)]
-        return [] if request is None else self._split(request)
+                return item
 
-    def _split(self, request: Request) -> list[Outgoing]:
+    def _split(self, request: Request) -> Iterator[Outgoing]:
         self._stream += 1
         parts, rest = split_block_ids(request.blocks, self._stream)
         if parts:
             request = msgspec.structs.replace(request, blocks=rest, stream=self._stream)
-        return [*map(Outgoing, parts), Outgoing(request)]
+        return map(Outgoing, [*parts, request])

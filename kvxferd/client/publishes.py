@@ -6,6 +6,7 @@ fence word first, so that no reader can take what it read for the published byte
 
 from __future__ import annotations
 
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -62,7 +63,7 @@ class _ReadyRecord(NamedTuple):
 
 
 class ClientPublishes:
-    """Every transfer of a session that is not released, and the transfers that this rank sent `Ready` for."""
+    """Every transfer of a session that is not released, and others that it sent `Ready` for."""
 
     def __init__(
         self, fence: FenceSlots, emit: Emit, random_bytes: Callable[[int], bytes] = os.urandom
@@ -204,7 +205,7 @@ class ClientPublishes:
         self._fence.switch_page(page)
 
     def replay(self, now: float, lease_s: float) -> list[ClientPublish | worker.Ready]:
-        """Return the transfers to publish again, and behind them each `Ready` to send again.
+        """Return the transfers to publish again, and behind them each `Ready` for another session's.
 
         Words are fresh: what the last daemon granted cannot be told from what was released. A `ready`
         for another session's transfer is not sent again once a default lease has passed: that
@@ -216,8 +217,7 @@ class ClientPublishes:
             publish.replayed = True
             self._fence.refresh(publish.slot)
         for transfer_id in [t for t, record in self._ready.items() if now >= record.at + lease_s]:
-            if transfer_id not in self._live:
-                del self._ready[transfer_id]
+            del self._ready[transfer_id]
         reports = [
             worker.Ready(transfer_id=t, incarnation=record.incarnation, ready_tokens=record.ready_tokens)
             for t, record in self._ready.items()
@@ -247,9 +247,9 @@ class ClientPublishes:
             del self._retry_at[transfer_id]
         return [self._live[transfer_id] for transfer_id in due]
 
-    def next_retry(self) -> float | None:
-        """Return when `pop_due_retries` is due next, None while nothing is retried."""
-        return min(self._retry_at.values(), default=None)
+    def next_retry(self) -> float:
+        """Return when `pop_due_retries` is due next, infinity while nothing is retried."""
+        return min(self._retry_at.values(), default=math.inf)
 
     def release_locally(self, transfer_id: TransferId, why: Code) -> None:
         """Release a transfer without a daemon: overwrite the fence word, then emit Released."""
@@ -268,9 +268,9 @@ class ClientPublishes:
         for transfer_id in [t for t, p in self._live.items() if now >= p.expires_at]:
             self.release_locally(transfer_id, Code.LEASE_EXPIRED)
 
-    def next_deadline(self) -> float | None:
-        """Without a daemon: return when `expire` is due next."""
-        return min((p.expires_at for p in self._live.values()), default=None)
+    def next_deadline(self) -> float:
+        """Without a daemon: return when `expire` is due next; infinity: never."""
+        return min((p.expires_at for p in self._live.values()), default=math.inf)
 
     def _finish(self, transfer_id: TransferId) -> None:
         """End a transfer; its id is used up."""

@@ -7,6 +7,7 @@ after a Failed that was not safe: `MOVES` has no other path.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -288,9 +289,9 @@ class ClientPulls:
             self._move(pull, ClientPullSignal.TIMER)
         return to_cancel
 
-    def next_deadline(self) -> float | None:
-        """Return when `expire` is due next; it may be too early."""
-        return self._timers[0][0] if self._timers else None
+    def next_deadline(self) -> float:
+        """Return when `expire` is due next, infinity while nothing is timed; it may be too early."""
+        return self._timers[0][0] if self._timers else math.inf
 
     def _set_timer(self, pull: ClientPull, when: float) -> None:
         pull.timer_at = when

@@ -29,10 +29,10 @@ class Publisher:
     invalid argument or a call out of place, and BusyError (with `retry_after_s`) where a limit is reached.
     """
 
-    def __init__(self, connection: Connection, groups: frozenset[str] | None = None) -> None:
+    def __init__(self, connection: Connection, groups: Mapping[str, str] | None = None) -> None:
         self._connection = connection
         self._session = connection.session
-        self._groups = groups  # of the engine; None where they are not known here
+        self._groups = groups  # the names of the engine's; None where they are not known here
 
     @property
     def generation(self) -> str:
@@ -202,7 +202,7 @@ class RankHandle(Publisher):
     """A registered rank: it publishes transfers and pulls others into its memory."""
 
     def __init__(self, connection: Connection, engine: EngineSpec, layout: RankLayout) -> None:
-        groups = frozenset(group.name for group in layout.groups)
+        groups = {str(group.name): str(group.name) for group in layout.groups}
         # It publishes for all stages, which may hold other groups: only the daemon has the list of them.
         super().__init__(connection, groups if engine.pp_size == 1 else None)
         self.spec, self.layout, self._own_groups = engine, layout, groups

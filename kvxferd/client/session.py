@@ -7,6 +7,7 @@ is an argument.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import NoReturn
@@ -83,7 +84,7 @@ class ClientSession(SessionRequests):
         self._emit = emit
         self._name = name
         self._delivery_fd = delivery_fd
-        self._reply_deadline: float | None = None  # when the daemon must have replied
+        self._reply_deadline = math.inf  # when the daemon must have replied
 
     # --- the connection's life
 
@@ -98,7 +99,7 @@ class ClientSession(SessionRequests):
         """Handle the connection's end: what was sent is decided, what was not waits for the next."""
         if self.state is not SessionState.CLOSED:
             self.state = SessionState.DISCONNECTED
-        self._reply_deadline = None
+        self._reply_deadline = math.inf
         self._outbox.connection_lost()
         self._pulls.connection_lost(self.epoch, now, code, why)
         self._publishes.connection_lost()
@@ -154,20 +155,20 @@ class ClientSession(SessionRequests):
             self._outbox.queue(publish)
         if self.state is not SessionState.READY:
             self._publishes.expire(now)
-        if self._reply_deadline is not None and now >= self._reply_deadline:
+        if now >= self._reply_deadline:
             raise KvxferdError("the daemon did not answer in time", Code.DAEMON_LOST)
 
-    def next_deadline(self) -> float | None:
-        """Return when `tick` is due next, None when nothing is timed."""
-        times = [self._pulls.next_deadline(), self._publishes.next_retry(), self._reply_deadline]
-        times.append(self._pending_completions.next_poll())
-        if self.state is not SessionState.READY:
-            times.append(self._publishes.next_deadline())
-        return min((t for t in times if t is not None), default=None)
+    def next_deadline(self) -> float:
+        """Return when `tick` is due next, infinity when nothing is timed."""
+        lapse = math.inf if self.state is SessionState.READY else self._publishes.next_deadline()
+        poll, retry = self._pending_completions.next_poll, self._publishes.next_retry()
+        return min(self._pulls.next_deadline(), self._reply_deadline, lapse, poll, retry)
 
-    def has_one_short_request(self, most_bytes: int) -> bool:
-        """Return whether the session is READY and one request waits, with at most `most_bytes` of ids."""
-        return self.state is SessionState.READY and self._outbox.has_one_short_item(most_bytes)
+    def pop_short_request(self, most_bytes: int, now: float) -> Message | None:
+        """Return the request to send if the session is READY, one waits, and it has so few bytes of ids."""
+        if self.state is not SessionState.READY:
+            return None
+        return self._outbox.pop_short(most_bytes, self.epoch, now)
 
     def pop_outgoing(self, now: float) -> Outgoing | None:
         """Return the next message to send, None when there is none now."""
@@ -182,7 +183,7 @@ class ClientSession(SessionRequests):
         self._incarnations = KnownIncarnations()
         if isinstance(role, RankRole) and role.exports is not None:
             self._incarnations.set_own(role.engine.rank, role.exports.incarnation)
-        self._register_if_needed(None)
+        self._register_if_needed(math.inf)
 
     def suspend(self) -> None:
         """Request that the memory is unmapped; `Suspended` is emitted once no mover maps it."""
@@ -212,9 +213,9 @@ class ClientSession(SessionRequests):
             outgoing = self.registration.build_resume()
             self._outbox.queue_first(outgoing.message, outgoing.fds)
         else:
-            self._register_if_needed(None)
+            self._register_if_needed(math.inf)
 
-    def _register_if_needed(self, reply_deadline: float | None) -> None:
+    def _register_if_needed(self, reply_deadline: float) -> None:
         if self.state is SessionState.CONNECTED and self.registration.should_register:
             self.state, self._reply_deadline = SessionState.REGISTERING, reply_deadline
             outgoing = self.registration.build_request(self._delivery_fd)
@@ -320,10 +321,10 @@ class ClientSession(SessionRequests):
             raise ProtocolError(
                 f"the daemon chose protocol version {message.version}, not one offered", Code.BAD_VERSION
             )
-        self.state, self._reply_deadline = SessionState.CONNECTED, None
+        self.state, self._reply_deadline = SessionState.CONNECTED, math.inf
         self.registration.boot = BootId(message.boot_id)
         self._lease_s, self._pulls.max_hold_s = message.lease_s, message.max_hold_s
-        self._register_if_needed(now + REREGISTER_TIMEOUT_S if self.registration.was_registered else None)
+        self._register_if_needed(now + REREGISTER_TIMEOUT_S if self.registration.was_registered else math.inf)
 
     def _handle_mover_offered(self, message: worker.MoverOffered) -> None:
         """Acknowledge the mover: the connection watches it already, so it may have the memory."""
@@ -340,7 +341,7 @@ class ClientSession(SessionRequests):
     def _handle_registered(self, message: worker.Registered, now: float) -> None:
         self._require_state(SessionState.REGISTERING, message)
         self.registration.handle_accepted(message, self.epoch)
-        self.state, self._reply_deadline = SessionState.READY, None
+        self.state, self._reply_deadline = SessionState.READY, math.inf
         self._endpoint = Endpoint(message.endpoint)
         if self.registration.memory_state is MemoryState.SUSPENDING:
             self._publishes.release_all_locally(Code.SUSPENDED)
@@ -355,7 +356,7 @@ class ClientSession(SessionRequests):
         was_registered = self.registration.is_registered(self.epoch)
         self.state, self._reply_deadline = (
             SessionState.READY if was_registered else SessionState.CONNECTED,
-            None,
+            math.inf,
         )
         caller_waited = self.registration.handle_refused(message, self.epoch)
         self._finish_suspend_if_unmapped()

@@ -179,12 +179,13 @@ class SessionRequests:
         if written != self._incarnations.own or self.registration.memory_state is not MemoryState.SHARED:
             return  # the rank has slept since, and the bytes are gone
         publish = self._publishes.get(transfer_id)
-        if publish is not None and publish.ready_tokens >= 0:
+        if publish is None:
+            self._publishes.remember_ready(transfer_id, now, written, ready_tokens)
+        elif publish.ready_tokens >= 0:  # what is sent again with the publish
             if ready_tokens == publish.num_tokens:
                 ready_tokens = -1
             publish.ready_tokens = -1 if ready_tokens < 0 else max(publish.ready_tokens, ready_tokens)
             publish.expires_at = max(publish.expires_at, now + publish.lease_s)
-        self._publishes.remember_ready(transfer_id, now, written, ready_tokens)
         if self.state is SessionState.READY:  # else it is sent with the replay
             self._outbox.queue(
                 worker.Ready(

@@ -210,7 +210,7 @@ class WorkerSocket:
     def _handle_some(self, connection: WorkerConnection) -> int | None:
         """Handle frames for one turn; return how many, None at the end. Raises ProtocolError."""
         return connection.stream.handle_frames(
-            lambda frame: self._handle_frame(connection, frame), MESSAGES_PER_TURN, self._turns.is_over
+            partial(self._handle_frame, connection), MESSAGES_PER_TURN, self._turns.is_over
         )
 
     def _charge_partial_frames(self, connection: WorkerConnection) -> bool:
@@ -252,22 +252,16 @@ class WorkerSocket:
     def _handle_frame(self, connection: WorkerConnection, frame: Frame) -> None:
         fds = list(frame.fds)  # those that no session owns yet
         try:
-            self._handle_message(connection, frame.payload, fds)
+            if connection.is_closing or connection.is_ended:
+                return
+            if connection.has_first_frame:
+                message = CLIENT_MESSAGES.decode(frame.payload)
+            else:
+                message = decode_first_frame(frame.payload)
+                connection.has_first_frame = True
+            problem = self._fds.assign(connection, message, fds)
         finally:
-            close_fds(fds)
-
-    def _handle_message(self, connection: WorkerConnection, payload: bytes, fds: list[int]) -> None:
-        """Handle a message. Descriptors that it keeps are taken out of `fds`."""
-        if connection.is_closing or connection.is_ended:
-            return
-        if connection.has_first_frame:
-            message = CLIENT_MESSAGES.decode(payload)
-        else:
-            message = decode_first_frame(payload)
-            connection.has_first_frame = True
-        problem = self._fds.assign(connection, message, fds)
-        close_fds(fds)  # before the core handles the message
-        fds.clear()
+            close_fds(fds)  # before the core handles the message
         word = b""
         if isinstance(message, Publish) and connection.fence_page and 0 <= message.fence_slot < FENCE_SLOTS:
             word = connection.fence_page.read(message.fence_slot)

@@ -100,9 +100,8 @@ class WorkerRequests:
         except BusyError:
             self.unpublish(session, message.transfer_id)  # its blocks are not known any more
             return
-        if blocks:
-            assert session.engine is not None
-            self._published.add_blocks(session.session_id, session.engine, message.transfer_id, blocks)
+        if blocks and (engine := session.engine):
+            self._published.add_blocks(session.session_id, engine, message.transfer_id, blocks)
         if message.incarnation or not blocks:
             self._report_ready(session, message)
 

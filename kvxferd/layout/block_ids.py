@@ -107,6 +107,8 @@ def pack_ids(ids: Buffer | Sequence[int]) -> bytes:
     is converted element by element. Raises ValueError for another item type or shape, OverflowError
     for an id that does not fit in int32, and TypeError for anything else, a set or an iterator too.
     """
+    if isinstance(ids, list):
+        return array.array("i", ids).tobytes()
     try:
         view = memoryview(ids)  # type: ignore[arg-type]
     except TypeError:

@@ -70,6 +70,8 @@ class IdScans:
             if len(listed) <= MAX_IDS_WITHOUT_NUMPY:
                 few = unpack_ids(listed.ids).tolist()
                 known = min(few), max(few)
+                if len(set(few)) == len(few):
+                    self._repeated[id(listed)] = None
             else:
                 ids = ids_as_int32(listed)
                 known = int(ids.min()), int(ids.max())
@@ -146,25 +148,23 @@ def check_open_blocks(
     whose other ids were checked before: then those alone are checked, in a time that does not grow with the
     lists. An id that is in two parts is found when its list is complete. Raises EngineError (blocks-invalid).
     """
-    unknown = blocks.keys() - {rule.side.group for rule in rules}
-    if unknown:
+    parts = blocks if added is None else added
+    if unknown := parts.keys() - {rule.side.group for rule in rules}:
         raise blocks_invalid(f"cannot use blocks of group {min(unknown)!r}: the engine has no such group")
     scans = IdScans()
     for side, granule_tokens in rules:
-        listed = blocks.get(side.group)
-        if listed is None or not listed.ids:
+        part = parts.get(side.group)
+        if part is None or not part.ids:
             continue
+        listed = blocks[side.group]
         if side.kind is GroupKind.STATE:
             _check_list(side, listed, num_tokens, granule_tokens, scans)
             continue
-        end = side.end_of(listed)
-        part = listed if added is None else added.get(side.group)
-        if part is None or not part.ids:
-            continue
-        if len(part) < len(listed):
+        end, is_first = side.end_of(listed), len(listed.ids) == len(part.ids)
+        if part.first_token and not is_first:
             check_continues(side.group, end - len(part) * side.id_tokens, part)
-        if end < num_tokens and len(part) < len(listed):
-            _check_end(side, listed)
+        if end < num_tokens and not is_first:
+            _check_end(side, listed, end)
             _check_ids(side, part, scans)
             _check_no_id_twice(side, part, scans)
         else:
@@ -220,7 +220,7 @@ def _check_group_read(
     theirs = remote.get(read.remote.group, PackedBlocks(b""))
     _check_ids(read.remote, theirs, scans)
     if read.remote.kind is GroupKind.ATTENTION:
-        _check_end(read.remote, theirs)
+        _check_end(read.remote, theirs, read.remote.end_of(theirs))
         for side, listed in ((read.local, mine), (read.remote, theirs)):
             check_first_token(side, read.granule_tokens, listed)
     if read.local.kind is GroupKind.STATE:
@@ -250,7 +250,7 @@ def _check_list(
                 f"and the request has {num_tokens} tokens"
             )
         return
-    _check_end(side, listed)
+    _check_end(side, listed, side.end_of(listed))
     check_first_token(side, granule, listed)
     needed = max(0, -(-(num_tokens - listed.first_token) // side.id_tokens))
     if len(listed) != needed:
@@ -302,9 +302,8 @@ def _check_ids(side: BlockGeometry, listed: PackedBlocks, scans: IdScans) -> Non
             )
 
 
-def _check_end(side: BlockGeometry, listed: PackedBlocks) -> None:
+def _check_end(side: BlockGeometry, listed: PackedBlocks, end: int) -> None:
     """Check that the list's kernel blocks can be counted and its tokens numbered without overflow."""
-    end = side.end_of(listed)
     if end > MAX_TOKENS or len(listed) * side.blocks_per_id > MAX_KERNEL_BLOCKS:
         raise blocks_invalid(
             f"cannot use the {len(listed)} blocks of group {side.group!r}: they end at token {end}, at "

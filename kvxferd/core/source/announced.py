@@ -62,7 +62,7 @@ class Announcements:
 
     def is_late(self, key: TransferKey, report: Report) -> bool:
         """Whether the report was here before, and counts no more."""
-        one = self._find(key)
+        one = None if report.request is None else self._find(key)
         return one is not None and report.request in one.late
 
     def add(self, key: TransferKey, rank: Rank, report: Report, owner: Owner) -> bool:

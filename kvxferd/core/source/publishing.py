@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, ReplyToPeer, SendToWorker
-from kvxferd.core.limits.ledger import check_num_ids, request_bytes
+from kvxferd.core.limits.ledger import GROUP_BYTES, check_num_ids
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
@@ -152,23 +152,18 @@ class PublishedTransfers:
 
         A list that does not fit ends the transfer, because its ranks already write there.
         """
-        engine = self._registry.get(engine_key)
-        transfer = self.table.live.get((engine_key, transfer_id))
+        engine, transfer = self._registry.get(engine_key), self.table.live.get((engine_key, transfer_id))
         if transfer is None or engine is None or transfer.session != session:
             return
-        rules, before = engine.rules, request_bytes(transfer.blocks)
+        what = f"extend transfer {transfer_id}"
         try:
-            if transfer.has_all_blocks(engine):
-                raise EngineError(f"cannot extend transfer {transfer.transfer_id}: it has all its blocks")
-            _append(engine, transfer.blocks, blocks)
-            check_num_ids(transfer.blocks, f"extend transfer {transfer.transfer_id}")
-            charged = request_bytes(transfer.blocks) - before
-            self._block_ids.check(transfer.uid, charged, f"extend transfer {transfer.transfer_id}")
-            check_open_blocks(rules, transfer.blocks, transfer.num_tokens, blocks)
+            charged = _append(engine, transfer, blocks)
+            check_num_ids(transfer.blocks, what)
+            self._block_ids.check(transfer.uid, charged, what)
+            check_open_blocks(engine.rules, transfer.blocks, transfer.num_tokens, blocks)
         except KvxferdError as error:
             # A group that no rank here has may be that of a rank which has left, or is not back yet.
-            is_known = blocks.keys() <= {rule.side.group for rule in rules}
-            is_absent = not is_known and bool(engine.unregistered())
+            is_absent = not blocks.keys() <= engine.list_rules.keys() and bool(engine.unregistered())
             self.release(transfer, Code.RANK_LOST if is_absent else error.code)
             return
         self._block_ids.add(transfer.uid, charged)
@@ -372,11 +367,22 @@ class PublishedTransfers:
             assert not record.is_asleep, f"{key}: rank {rank} sleeps"
 
 
-def _append(engine: LocalEngine, kept: BlocksByGroup, added: BlocksByGroup) -> None:
-    """Put the added ids behind those that are kept; of a state the last list counts."""
+def _append(engine: LocalEngine, transfer: Transfer, added: BlocksByGroup) -> int:
+    """Put the added ids behind those kept, of a state in their place. Return by how many bytes it has grown.
+
+    Raises EngineError where nothing may be added.
+    """
+    num_bytes, kept, list_rules = 0, transfer.blocks, engine.list_rules
     for name, packed in added.items():
-        before, rules = kept.get(name), engine.list_rules.get(name)
-        if before is None or not before.ids or (rules is not None and rules.is_state):
+        before, rules = kept.get(name), list_rules.get(name)
+        is_state = rules is not None and rules.is_state
+        # Of a list that is whole the checks find that it becomes too long.
+        if not transfer.is_growing or (is_state and transfer.has_all_blocks(engine)):
+            raise EngineError(f"cannot extend transfer {transfer.transfer_id}: it has all its blocks")
+        num_before = -GROUP_BYTES if before is None else len(before.ids)
+        if before is None or not before.ids or is_state:
             kept[name] = packed
         else:
             kept[name] = append_ids(before, packed.ids)
+        num_bytes += len(kept[name].ids) - num_before
+    return num_bytes

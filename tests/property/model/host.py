@@ -8,6 +8,7 @@ that publishes; the sink has the ranks that read, and a second rank of the sourc
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -164,7 +165,7 @@ class Host(SimNode):
 
     def deadlines(self) -> list[float]:
         """Seconds until each moment at which a timer is set, soonest first."""
-        moments = {at for at in self._times() if at > self.clock}
+        moments = {at for at in self._times() if self.clock < at < math.inf}
         if self.is_up:
             timers = self.node.context.timers
             at = {at for at, order, name in timers._heap if timers._live.get(name, (None,))[0] == order}
@@ -175,8 +176,7 @@ class Host(SimNode):
         if self.is_up and (at := self.node.next_deadline()) is not None:
             yield at
         for process in self.living():
-            if (at := process.client.next_deadline()) is not None:
-                yield at
+            yield process.client.next_deadline()
             if process.session is None and process.retry_at > self.clock:
                 yield process.retry_at
 

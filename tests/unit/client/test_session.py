@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -166,7 +167,7 @@ def test_timers_follow_the_phase() -> None:
     assert pulls.expire(100.0) == []
     pulls.movers_exited(1)
     assert [type(event) for event in events] == [Failed, Quiesced]
-    assert (len(pulls), pulls.next_deadline()) == (0, None)
+    assert (len(pulls), pulls.next_deadline()) == (0, math.inf)
     pulls.build_message(add(pulls, deadline=1000.0), epoch=2, now=100.0)
     pulls.connection_lost(2, 105.0, Code.DAEMON_LOST, "gone")
     assert pulls.next_deadline() == 105.0 + MOVER_DEATH_S, "judged within a second"
@@ -273,13 +274,16 @@ def test_a_refused_publish_is_not_sent_in_the_place_of_the_next_of_its_id(reques
 
 def test_a_request_is_short_by_its_block_ids(requests: Requests) -> None:
     requests.pull(deadline=30.0)
-    assert requests.outbox.has_one_short_item(8)
-    assert not requests.outbox.has_one_short_item(7)
-    requests.outbox.queue(worker.Ready(transfer_id=TransferId("req-1"), blocks=BLOCKS))
-    assert not requests.outbox.has_one_short_item(1 << 20), "two are not one"
+    assert requests.outbox.pop_short(7, 1, now=1.0) is None
+    assert isinstance(requests.outbox.pop_short(8, 1, now=1.0), worker.PullRequest)
+    ready = worker.Ready(transfer_id=TransferId("req-1"), blocks=BLOCKS)
+    requests.outbox.queue(ready)
+    requests.outbox.queue(ready)
+    assert requests.outbox.pop_short(1 << 20, 1, now=1.0) is None, "two are not one"
     assert requests.outbox.pop(True, 1, now=1.0)
-    assert requests.outbox.has_one_short_item(8)
-    assert not requests.outbox.has_one_short_item(7)
+    assert requests.outbox.pop_short(7, 1, now=1.0) is None
+    assert requests.outbox.pop_short(8, 1, now=1.0) is ready
+    assert requests.outbox.pop_short(8, 1, now=1.0) is None, "it is not sent twice"
 
 
 def test_without_a_daemon_the_word_is_overwritten_before_the_event(page: FencePage) -> None:
@@ -296,11 +300,11 @@ def test_without_a_daemon_the_word_is_overwritten_before_the_event(page: FencePa
 
 def test_readiness_for_others_is_not_said_again_after_a_lease(requests: Requests) -> None:
     own = requests.publish(expires_at=90.0)
-    for transfer_id in (own.transfer_id, TransferId("of-the-scheduler")):
-        requests.publishes.remember_ready(transfer_id, now=1.0, incarnation=Incarnation("first"))
-    for now, said in ((30.9, ["req-1", "of-the-scheduler"]), (31.0, ["req-1"])):
-        _, *reports = requests.publishes.replay(now, lease_s=30.0)
-        assert [report.transfer_id for report in reports] == said
+    name = TransferId("of-the-scheduler")
+    requests.publishes.remember_ready(name, now=1.0, incarnation=Incarnation("first"))
+    for now, said in ((30.9, [name]), (31.0, [])):
+        publish, *reports = requests.publishes.replay(now, lease_s=30.0)
+        assert (publish, [report.transfer_id for report in reports]) == (own, said)
 
 
 # --- daemons that do not reply, and memory that is taken back
