@@ -32,15 +32,15 @@ class Timers:
         """Return when the next timer is due; None: there is none."""
         # Stopped and moved timers stay in the heap until their time; keep them a minority.
         if len(self._heap) > 64 + 2 * len(self._live):
-            live_orders = {name: order for name, (order, _) in self._live.items()}
-            self._heap = [entry for entry in self._heap if live_orders.get(entry[2]) == entry[1]]
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)
-        while self._heap:
-            at, order, name = self._heap[0]
-            if (live := self._live.get(name)) is not None and live[0] == order:
-                return at
+        while self._heap and not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
-        return None
+        return self._heap[0][0] if self._heap else None
+
+    def _is_live(self, entry: tuple[float, int, Hashable]) -> bool:
+        live = self._live.get(entry[2])
+        return live is not None and live[0] == entry[1]
 
     def run_next(self, now: float) -> bool:
         """Run the timer that is due first; return whether there was one."""
