@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvxferd.errors import Code
-from kvxferd.mover.transport.staging_source import CHUNK_REPLY_TIMEOUT_S
+from kvxferd.mover.transport.staging_source import CHUNK_KEPT_S, CHUNK_REPLY_TIMEOUT_S
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import MAX_DRAWS, Engine, Pull, Transfer
-from tests.simulation.fabric import Moment, SimTransport
+from tests.simulation.fabric import STALLED_POLL_S, Moment, SimTransport
 from tests.simulation.operators import cancel_transfer
 from tests.simulation.reasons import SILENT_S
 from tests.simulation.world import PlannedMessage
@@ -141,6 +141,7 @@ class Aftermath:
             world.plan_nothing()
             for transport in world.fabric.agents.values():
                 transport.stalls_until = 0.0
+            self._wait(lambda: False, 2 * STALLED_POLL_S)
 
     def check_ends(self) -> None:
         """What ends a transfer is told at once, of each source once."""
@@ -180,6 +181,8 @@ class Aftermath:
         if world.traits.may_be_busy:
             return  # of ranks that ask at once some are turned away
         soon_s = SOON_S + LATER_S.get(hardship, 0.0)
+        if hardship is Hardship.READERS_MOVER_DIES and world.traits.placement == "staged":
+            soon_s += CHUNK_KEPT_S
         if world.kernel.now > max(began, transfer.whole_at) + soon_s:
             raise Violation(Check.WORKS_AGAIN, f"{what} takes more than {soon_s:g} s: {hardship.value}")
         if hardship is Hardship.NONE and (needless := heard.asked_twice() + heard.warnings()):

@@ -22,7 +22,7 @@ LATEST_S = 2.0  # how late a piece of a failed read may land
 REFUSED_SHARE = 0.01  # of reads are not posted: the library refuses them
 OWN_SHARE = 0.1  # of what waits for a read meets one of a mover's own memory, which tries that out
 AT_ONCE_SHARE = 0.1  # of reads are over when they are posted
-STOPPED_POLL_S = 0.01
+STOPPED_POLL_S, STALLED_POLL_S = 0.01, 0.05
 SEEN_S = (0.0, 2e-4, 1e-3, 5e-3)  # after which a mover that polls has seen what has happened
 FAILURE_SEEN_S = (1e-4, 5e-3, 3e-2)  # a failure: meanwhile pieces land
 
@@ -327,7 +327,8 @@ class SimTransport:
             return
         if self._kernel.now < self.stalls_until:
             self._fabric.on_strike(self.process, self.stalls_until - self._kernel.now)
-            self._later(read, index, self.stalls_until - self._kernel.now + 1e-6, is_served, is_late)
+            left_s = min(STALLED_POLL_S, self.stalls_until - self._kernel.now + 1e-6)  # it may be shortened
+            self._later(read, index, left_s, is_served, is_late)
             return
         if self._is_halted:
             self._later(read, index, STOPPED_POLL_S, is_served, is_late)

@@ -180,7 +180,8 @@ class Faults:
 
         def kill(transfer: Transfer) -> None:
             engine = transfer.publisher.engine
-            others = [number for number, rank in enumerate(engine.ranks) if rank is not transfer.publisher]
+            fellows = {*transfer.workers} - {transfer.publisher}  # of its generation
+            others = [number for number, rank in enumerate(engine.ranks) if rank in fellows]
             if not self.is_over and engine.is_up and (number := self._pick(others)) is not None:
                 self._strike("kill-member-at-extend", engine.ranks[number].name, 0.0, *engine.shape.nodes)
                 self._world.after(rng.choice((0.0, 0.0001)), engine.replace_rank, number)
