@@ -210,6 +210,7 @@ class Aftermath:
         if others:
             lost = rng.choice(others)
             ends[Code.RANK_LOST] = lambda _: source.ranks[lost].kill()
+            source.ranks[lost].do(source.ranks[lost].report_early)
         code = rng.choice(list(ends))
         transfer = self._publish(source)
         within_s = ENDS_WITHIN_S

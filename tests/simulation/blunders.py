@@ -1,4 +1,4 @@
-"""Wrong calls of engines at rest: each is refused with its code, and harms nobody."""
+"""Wrong calls of engines at rest, and calls without room: each is refused with its code, and harms nobody."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from kvxferd import client
 from kvxferd.client import BlockList
+from kvxferd.core.limits import table as limits
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Ticket, TransferId
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
@@ -22,6 +23,7 @@ from kvxferd.wire.framing import HEADER, encode_frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import Transfer, Worker
+from tests.simulation.interposed import set_on
 from tests.simulation.shapes import draw_request, own_lists
 from tests.simulation.store import MemoryKind, Store
 from tests.support.raw_worker import RawWorker, frame
@@ -34,6 +36,8 @@ ANSWER_S = 12.0
 NUM_CALLS = 16  # of an episode
 NUM_TOKENS = 5
 TOO_MANY_TOKENS = 17  # no transfer has so many
+FULL_SHARE, BACK_S = 0.3, 14.0  # by then a home has the ranks of a node whose daemon was restarted
+OF_READERS = ("plan_bytes", "remote_engine_bytes")  # limits past which a pull is refused
 STRANGER = 4242  # a user that has no engine
 # Codes of wrong arguments, as the client's own check has them.
 INVALID, BAD = Code.BLOCKS_INVALID, Code.BAD_REQUEST
@@ -282,6 +286,8 @@ class Blunders:
         growing = [one for one in can_grow if one.handle is not None and one.shape and _lists(one.shape, [0])]
         transfer.lease_s = NUM_CALLS * ANSWER_S
         self._wait(lambda: transfer.ref is not None, ANSWER_S)
+        if rng.random() < FULL_SHARE:
+            self._check_full(rng.choice(sink.ranks), transfer)
         for _ in range(NUM_CALLS):
             drawn = rng.random()
             if drawn < 0.3:
@@ -296,6 +302,18 @@ class Blunders:
                 self._check_growing(rng.choice(growing))
         transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
         self._wait(lambda: bool(transfer.released), ANSWER_S)  # what follows needs its blocks
+
+    def _check_full(self, worker: Worker, transfer: Transfer) -> None:
+        """A daemon that has no room for something refuses a pull which needs it, at once."""
+        table, name = limits.TABLE, self._rng.choice(OF_READERS)
+        for row, room in ((table[name]._replace(total=1), "no"), (table[name], "")):
+            set_on(limits, "TABLE", {**table, name: row})
+            self._world.kill_daemon(worker.node)
+            self._world.start_daemon(worker.node)
+            self._wait(lambda: False, BACK_S)
+            if room:
+                wrong: Wrong = {f"{room} room for {name}": (Code.BUSY, lambda call: call)}
+                self._check_call(worker, transfer, "pull", wrong)
 
     def _check_call(self, worker: Worker, transfer: Transfer, what: str, wrong: Wrong) -> None:
         name = self._rng.choice(sorted(wrong))

@@ -25,6 +25,7 @@ class Check(StrEnum):
     ALL_BYTES = "a delivered pull names as many bytes as its rank holds of the request"
     UNTOUCHED = "nobody writes blocks that are not a pull's"
     BEFORE_KERNELS = "nobody writes blocks before the kernels that use them have ended"
+    NOT_WHOLE = "a pull that is not progressive reads nothing before all is written"
     FREED = "nobody has memory that was given back"
     ONE_END = "a pull ends once, and is quiesced once and only where it was in doubt"
     DEADLINE = "a pull ends within its deadline"

@@ -56,7 +56,7 @@ MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer, and a progressive p
 FEW_READERS = {"acknowledged", "core.source.transfer_table MAX_READERS"}  # of `LOW_NUMBERS`
 LOW_LIMIT = 3  # of an engine's transfers, and of a rank's pulls, where limits are low
 REFUSED_S = 3.0  # within which what is too much has been refused
-PREPARE_SHARE = 0.3  # of requests that are announced before they are pulled
+PREPARE_SHARE, PREPARE_GROWING_SHARE = 0.3, 0.8  # of requests that are announced before they are pulled
 LEAVE_S = 6.0  # within which a process that closes its session has ended
 
 
@@ -344,7 +344,7 @@ class Engine:
 
     def pull(self, transfer: Transfer, deadline_s: float | None = None) -> None:
         """Have every rank pull a transfer; some announce it first."""
-        prepares = self.rng.random() < PREPARE_SHARE
+        prepares = self.rng.random() < (PREPARE_SHARE if len(transfer.steps) == 1 else PREPARE_GROWING_SHARE)
         delay_s = self.rng.choice((0.0, 0.002, 0.05, 0.5)) if prepares else 0.0
         for worker in self.ranks if self.is_ready else ():
             if prepares:
@@ -639,6 +639,7 @@ class Worker:
         """Write the tokens of a step, and report it."""
         if transfer.is_over or not self.is_ready:
             return
+        self._check_unread(transfer)
         step = transfer.steps[number]
         kernels = self._write_on_all(transfer, transfer.steps[number - 1] if number else 0, step)
         is_publisher = self is transfer.publisher
@@ -664,6 +665,19 @@ class Worker:
         if number == len(transfer.steps) - 1:
             self._has_reported(transfer)
         self.report_later(transfer, number + 1)
+
+    def _check_unread(self, transfer: Transfer) -> None:
+        """Before this rank reports more, only progressive pulls have read."""
+        for pull in transfer.pulls:
+            store, may_read = pull.worker.store, pull.is_progressive or pull.ended or transfer.is_of_liar
+            if store is not None and not may_read and store.is_written(pull.lists):
+                text = f"the pull of {pull.worker.name} of {transfer.transfer_id} has read before {self.name}"
+                self.world.violate(Check.NOT_WHOLE, f"{text} has written all")
+
+    def report_early(self) -> None:
+        """Report a transfer that is never published."""
+        if self.engine.shape.says_ready and self.is_ready and isinstance(self.handle, client.RankHandle):
+            self.handle.ready(f"early{self.world.take_number()}")
 
     def _has_reported(self, transfer: Transfer) -> None:
         """This rank has said that it has written all: for all ranks, where they say nothing."""
@@ -912,7 +926,7 @@ class Worker:
             deadline_s = (
                 world.rng.uniform(0.001, 0.05) if short else world.rng.choice((0.5, 3.0, 6.0, 12.0, 60.0))
             )
-        is_progressive = world.rng.random() < (0.8 if len(transfer.steps) > 1 else 0.3)
+        is_progressive = world.rng.random() < (0.5 if len(transfer.steps) > 1 else 0.3)
         now = world.kernel.now
         pull = Pull(self, transfer, lists, now, deadline_s, is_progressive, wanted, Kernels())
         self.launch(True, pull.kernels, self._lend, pull)

@@ -15,19 +15,23 @@ from typing import Any
 from kvxferd import frame_socket
 from kvxferd.client import gpu_events
 from kvxferd.config import Config, LoadedConfig
+from kvxferd.core.ranks import movers
 from kvxferd.daemon import Daemon
 from kvxferd.errors import ConfigError, KvxferdError
 from kvxferd.frame_socket import FrameSocket
-from kvxferd.ids import AgentName
+from kvxferd.ids import AgentName, Digest
 from kvxferd.mover.forkserver_protocol import TO_FORKSERVER, Fork, Forked, ForkFailed
 from kvxferd.mover.process import backoff, forkserver
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.mover.supervisor import processes
 from kvxferd.mover.transport import probe
+from kvxferd.plan import decode_plan, plan_bytes
 from kvxferd.resident import registration
 from kvxferd.resident.thread_mover import ThreadMover
+from kvxferd.wire.codec import TO_MOVER
 from kvxferd.wire.framing import Frame
+from kvxferd.wire.mover import DropPlan, LoadPlan
 from tests.simulation.fabric import Fabric, SimTransport
 from tests.simulation.kernel import Kernel, Process
 
@@ -48,6 +52,7 @@ class Nodes:
         self.fabric = fabric
         self.exits: dict[str, int] = {}  # by a daemon's process: what it ended with
         self.on_broken: Callable[[str], None] = lambda text: None  # by a daemon's own word
+        self.on_many: Callable[[str], None] = lambda text: None  # a mover is to keep more than it should
         replace(processes, "start_forkserver", self._start_forkserver)
         replace(forkserver, "_load_library", lambda use, backend: SimLibrary())
         # The simulated library ends a mover's pause where there is something to see: in use pauses are short,
@@ -109,7 +114,7 @@ class Nodes:
         def main() -> None:
             sock = socket.socket(fileno=socket_fd)
             self._exit_when(sock.fileno(), 0)
-            stream = FrameSocket(sock)
+            stream = _MoverSocket(sock, lambda text: self.on_many(f"{process.name} {text}"))
             transport = SimTransport(self.fabric, agent)
             watch = partial(self._exit_when, events=_POLLIN)
             with suppress(KvxferdError, ConnectionError):  # as in `child_main.run`: it ends
@@ -135,6 +140,34 @@ class Nodes:
 
 _POLLIN = 1
 EVENTS_A_CHECK = 8
+
+
+class _MoverSocket(FrameSocket):
+    """A mover's end of its socket: the plans that it is to keep have no more bytes than they may."""
+
+    def __init__(self, connected: socket.socket, on_many: Callable[[str], None]) -> None:
+        super().__init__(connected)
+        self._on_many = on_many
+        self._plans: dict[Digest, int] = {}  # bytes of each
+
+    def handle_frames(self, handle: Callable[[Frame], None], *arguments: int) -> int | None:
+        def look(frame: Frame) -> None:
+            self._look(frame.payload)
+            handle(frame)
+
+        return super().handle_frames(look, *arguments)
+
+    def _look(self, payload: bytes) -> None:
+        if b"Plan" not in payload[:16]:
+            return
+        match TO_MOVER.decode(payload):
+            case LoadPlan(digest=digest, encoded=encoded):
+                self._plans[digest] = plan_bytes(decode_plan(encoded))
+            case DropPlan(digest=digest):
+                del self._plans[digest]
+        held = sum(self._plans.values())
+        if len(self._plans) > 1 and held > movers.MAX_PLAN_BYTES_PER_MOVER:
+            self._on_many(f"is to keep {len(self._plans)} plans of {held} bytes")
 
 
 class _RunningMoversOfProcess:

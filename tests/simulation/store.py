@@ -122,6 +122,11 @@ class Store:
         self._fill(self._shape.views(masks), lists, 1)
         return masks
 
+    def is_written(self, lists: Lists) -> bool:
+        """Whether somebody has written these blocks since their engine did."""
+        parts = zip(self._bytes, self._expected, self.masks_of(lists), strict=True)
+        return any(np.any((real != expected) & (mask != 0)) for real, expected, mask in parts)
+
     def num_changed(self) -> int:
         """Return how many bytes that nobody may write are not as the engine has left them."""
         found = 0

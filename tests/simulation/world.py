@@ -90,10 +90,10 @@ SMALL_NUMBERS = {
     "client.pulls MIN_STALE_TIMERS": 0,
     "control.peer_inbox MAX_CACHED_BYTES": 1,
     "control.peer_inbox MAX_INLINE_BYTES": 64,
-    "core.context CALLS_PER_EVENT": 1,
-    "core.context CALLS_PER_TICK": 2,
     "core.context MAX_TURN_BYTES": 1,
-    "core.ranks.movers MAX_PLAN_BYTES_PER_MOVER": 1,
+    "core.node CALLS_PER_EVENT": 1,
+    "core.node CALLS_PER_TICK": 2,
+    "core.ranks.movers MAX_PLAN_BYTES_PER_MOVER": 8192,  # less than two plans, many as they are sent
     "core.ranks.movers MAX_REMOTE_BYTES_PER_PEER": 1,
     "core.sink.grants MAX_GRANTS_PER_RENEWAL": 1,
     "core.sink.plans MAX_REFUSALS": 1,
@@ -243,6 +243,7 @@ class World:
         self._drivers: dict[Process, FakeDriver] = {}
         interposed.set_on(driver_registry, "_open_once", lambda name: self._driver())
         self.nodes.on_broken = lambda text: self.violate(Check.INTEGRITY, text)
+        self.nodes.on_many = lambda text: self.violate(Check.LIMIT, text)
         self.expectations = Expectations(self)
         self.reasons = Reasons(self)
         self.directory = Path(tempfile.mkdtemp())
