@@ -111,6 +111,13 @@ class Overheard:
         """Return what was warned of."""
         return [text for text in self._warnings if USUAL_WARNING not in text]
 
+    def too_many(self, source: Engine, sink: Engine, num_steps: int) -> list[str]:
+        """Return of which kinds there are more requests than a transfer of so many steps takes."""
+        sent = Counter(kind for _, kind, _ in self._requests)
+        each = {"ManifestRequest": source.num_ranks, "GrantRequest": 2 + 2 * num_steps, "ReleaseGrant": 2}
+        most = {kind: each.get(kind, 1) * sink.num_ranks for kind in (*each, "Acknowledge")}
+        return [f"{sent[kind]} times {kind}" for kind in most if sent[kind] > most[kind]]
+
 
 class Aftermath:
     """What is tried when all is at rest. `wait` lets the world go on until something is true, or so long."""
@@ -185,7 +192,9 @@ class Aftermath:
             soon_s += CHUNK_KEPT_S
         if world.kernel.now > max(began, transfer.whole_at) + soon_s:
             raise Violation(Check.WORKS_AGAIN, f"{what} takes more than {soon_s:g} s: {hardship.value}")
-        if hardship is Hardship.NONE and (needless := heard.asked_twice() + heard.warnings()):
+        needless = heard.asked_twice() + heard.warnings()
+        needless += heard.too_many(source, sink, len(transfer.steps))
+        if hardship is Hardship.NONE and needless:
             raise Violation(Check.QUIET, f"{what} at rest: {needless}")
         if hardship in AT_ONCE and any(wanted.attempts > 1 for wanted in world.wanted[before:]):
             raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice: {hardship.value}")
