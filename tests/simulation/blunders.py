@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import select
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,8 +15,8 @@ from kvxferd import client
 from kvxferd.client import BlockList
 from kvxferd.core.limits import table as limits
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import Ticket, TransferId
-from kvxferd.layout import EngineSpec, GroupKind, RankLayout
+from kvxferd.ids import EngineId, Rank, Ticket, TransferId
+from kvxferd.layout import CacheTensor, EngineSpec, GroupKind, RankLayout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as worker_wire
 from kvxferd.wire.common import Message, Versions
@@ -23,6 +24,7 @@ from kvxferd.wire.framing import HEADER, encode_frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import Transfer, Worker
+from tests.simulation.history import End
 from tests.simulation.interposed import set_on
 from tests.simulation.shapes import draw_request, own_lists
 from tests.simulation.store import MemoryKind, Store
@@ -247,6 +249,24 @@ OF_REGISTRATIONS: dict[str, tuple[Code, Callable[[Stranger], Stranger]]] = {
 }  # fmt: skip
 
 
+def _of_tensors(change: Callable[[CacheTensor], CacheTensor]) -> Callable[[Stranger], Stranger]:
+    return _of_layout(lambda layout: {"tensors": tuple(map(change, layout.tensors))})
+
+
+# What an engine of one rank is like that can read nothing of the others.
+OF_OTHER_MODELS: dict[str, tuple[Code, Callable[[Stranger], Stranger]]] = {
+    "another fingerprint": (Code.LAYOUT_INCOMPATIBLE, _of_spec(fingerprint="other")),
+    "another type": (Code.LAYOUT_INCOMPATIBLE, _of_tensors(lambda one: replace(one, dtype="other"))),
+    "another encoding": (Code.LAYOUT_INCOMPATIBLE, _of_tensors(lambda one: replace(one, encoding="other"))),
+    "other components": (
+        Code.COVERAGE_GAP, _of_tensors(lambda one: replace(one, component=f"other {one.component}")),
+    ),
+    "heads past the last": (
+        Code.LAYOUT_INCOMPATIBLE, lambda right: _of_spec(num_kv_heads=right.spec.num_kv_heads + 1)(right),
+    ),
+}  # fmt: skip
+
+
 # What a process sends that is no client.
 HELLO = worker_wire.Hello(versions=worker_wire.WORKER_VERSIONS, client="stranger")
 OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
@@ -292,11 +312,13 @@ class Blunders:
             drawn = rng.random()
             if drawn < 0.3:
                 self._check_call(source.publisher, transfer, "publish", OF_BOTH | OF_PUBLISHES)
-            elif drawn < 0.8:
+            elif drawn < 0.75:
                 self._check_call(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS)
-            elif drawn < 0.85:
+            elif drawn < 0.8:
                 self._check_stranger(rng.choice(world.node_names))
-            elif drawn < 0.93 or not growing:
+            elif drawn < 0.87 and sink.num_ranks == 1:
+                self._check_other_model(sink.ranks[0], transfer)
+            elif drawn < 0.94 or not growing:
                 self._check_registration(rng.choice([*source.ranks, *sink.ranks]))
             else:
                 self._check_growing(rng.choice(growing))
@@ -432,3 +454,31 @@ class Blunders:
             self._world.kernel.spawn(f"stranger at {worker.node}", run, uid=uid)
 
         self._expect(code, f"a process wants to be {worker.name} with {name}", make)
+
+    def _check_other_model(self, worker: Worker, transfer: Transfer) -> None:
+        """An engine of another model cannot read."""
+        name = self._rng.choice(sorted(OF_OTHER_MODELS))
+        code, change = OF_OTHER_MODELS[name]
+        spec, shape, deployment = worker.spec, worker.shape, worker.engine.shape.deployment
+        drawn = draw_request(self._rng, deployment, NUM_TOKENS, list(range(deployment.num_blocks)))
+        if spec is None or shape is None or drawn is None:
+            return
+        engine = EngineId(f"other{self._world.take_number()}")
+        end = End(transfer.transfer_id, engine, Rank(spec.pp_rank, spec.tp_rank))
+
+        def make(answers: list[object]) -> None:
+            def run() -> None:
+                with client.connect(self._world.socket_of(worker.node), timeout_s=5.0) as made:
+                    store = Store(shape, MemoryKind.SHARED)
+                    right = Stranger(replace(spec, engine_id=engine), shape.layout, store.regions)
+                    other = change(right)
+                    rank = made.register(other.spec, other.layout, other.regions, timeout_s=ANSWER_S)
+                    rank.pull(transfer.handed_on, own_lists(other.layout, drawn), NUM_TOKENS, ANSWER_S)
+                    self._world.kernel.wait(((rank.fileno(), select.EPOLLIN),), ANSWER_S)
+                    for event in rank.poll():
+                        answers.append(getattr(event, "code", event))
+                        self._world.heard[worker.node].ends[end._replace(code=answers[-1])] += 1
+
+            self._world.kernel.spawn(f"stranger at {worker.node}", run, uid=STRANGER)
+
+        self._expect(code, f"an engine like {worker.name} with {name} pulls", make)

@@ -427,6 +427,9 @@ class Worker:
             self.handle.close()
             for event in self.handle.poll():
                 self._handle(event)
+            if going_on := [ticket for ticket, pull in self.pulls.items() if not pull.ended]:
+                text = f"{self.name} has closed its session, and pulls {going_on} go on"
+                self.world.violate(Check.CANCELLED, text)
             self._check_closed()
         self.kill()
 
