@@ -22,7 +22,7 @@ from tests.simulation.kernel import SimulationError
 from tests.simulation.liars import NAME, Liar
 from tests.simulation.shapes import draw_deployment, draw_model
 from tests.simulation.store import MemoryKind
-from tests.simulation.world import LOW_NUMBERS, SMALL_NUMBERS, Traits, World
+from tests.simulation.world import LOW_NUMBERS, SHORT_WAYS, SMALL_NUMBERS, Traits, World
 
 START_S = 30.0
 REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
@@ -118,8 +118,13 @@ def _draw_traits(rng: random.Random) -> Traits:
         is_far=rng.random() < 0.15,
         staging_bytes=rng.choice((256 << 20, 256 << 20, 0, CHUNK_BYTES)),
         dying_share=rng.choice((0.0, 0.5)),
-        small_numbers=tuple(sorted(rng.sample(sorted(SMALL_NUMBERS), rng.choice((0, 2, 6))))),
+        small_numbers=_draw_small_numbers(rng),
     )
+
+
+def _draw_small_numbers(rng: random.Random) -> tuple[str, ...]:
+    drawn = rng.sample(sorted(SMALL_NUMBERS), rng.choice((0, 3, 9)))
+    return tuple(sorted({*drawn, *(SHORT_WAYS if rng.random() < 0.5 else ())}))
 
 
 class Episode:

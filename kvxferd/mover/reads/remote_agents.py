@@ -23,7 +23,7 @@ class RemoteAgents:
         self._transport = transport
         self._metadata: dict[AgentName, list[bytes]] = {}
         self._in_flight: defaultdict[AgentName, int] = defaultdict(int)
-        self._stale: set[AgentName] = set()  # to be dropped from the library once no read is in flight
+        self._stale: set[AgentName] = set()  # to be loaded anew once no read is in flight
         self._load_errors: dict[AgentName, str] = {}
 
     def load(self, agent: AgentName, metadata: bytes) -> None:
@@ -36,9 +36,8 @@ class RemoteAgents:
             self._load_one(agent, metadata)
 
     def drop(self, agent: AgentName) -> None:
-        """Drop an agent as soon as no read from it is in flight."""
+        """Drop an agent as soon as no read from it is in flight, unless it is loaded again before."""
         if self._metadata.pop(agent, None) is not None:
-            self._stale.add(agent)
             self._drop_if_idle(agent)
 
     def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
@@ -96,8 +95,8 @@ class RemoteAgents:
         self._in_flight[agent] -= 1
         if not self._in_flight[agent]:
             del self._in_flight[agent]
-        if agent in self._stale and agent not in self._metadata:
-            self._drop_if_idle(agent)
+            if agent not in self._metadata:
+                self._drop_if_idle(agent)
 
     def _drop_if_idle(self, agent: AgentName) -> bool:
         if agent in self._in_flight:

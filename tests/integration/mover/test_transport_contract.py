@@ -314,3 +314,14 @@ def test_memory_can_be_registered_and_taken_back(world: World) -> None:
     for spans in ([span], []):
         with pytest.raises(TransportError):
             world.transport.metadata(spans)
+
+
+def test_an_agent_is_loaded_twice_by_the_same_metadata(world: World) -> None:
+    peer = world.peer()
+    there = peer.allocate(PAGE)
+    metadata = peer.describe(there)
+    for content in (b"first", b"again"):
+        assert world.transport.load_remote(metadata) == peer.agent
+        peer.write(there, 0, content)
+        world.read(peer.agent, (0, there.address, 5))
+        assert world.bytes[:5] == content

@@ -87,3 +87,14 @@ def test_a_slot_comes_back_unless_something_may_still_land_there(rig: Rig, settl
     assert rig.connecting.poll()
     assert (rig.scratch.acquire() is not None) == settled
     assert len(slots) == 1023
+
+
+def test_an_agent_that_is_dropped_and_loaded_again_while_it_is_met_can_be_read(rig: Rig) -> None:
+    rig.fabric.stalled.add(THERE)
+    rig.connecting.start(THERE, rig.address)
+    rig.remotes.drop(THERE)
+    rig.remotes.load(THERE, rig.metadata)
+    assert not rig.remotes._ensure_loaded(THERE)
+    rig.fabric.stalled.clear()
+    rig.connecting.poll()
+    assert not rig.remotes._ensure_loaded(THERE), "the end of the former read drops nothing"
