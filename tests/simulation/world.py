@@ -82,7 +82,7 @@ LOW_NUMBERS = {
     "client.publishes MAX_READY_RECORDS": 3,
     "client.publishes MAX_USED_IDS": 2,
     "client.pulls MAX_LIVE_PULLS": 3,
-    "control.peer_inbox MAX_DEFERRED_BYTES": 300,
+    "control.peer_inbox MAX_DEFERRED_BYTES": 2000,
     "control.worker_socket MAX_QUEUED_BYTES": 100,
 }
 # Past these something is done in more steps, in another way, or again; nothing is refused.
