@@ -138,7 +138,7 @@ class PeerRequests:
             text = f"cannot wait longer for {what} for {self._context.now - open_request.opened_at:.4g} s"
             self._complete(number, PeerRefused(request=number, code=Code.DEADLINE, message=text))
             return
-        open_request.is_unanswered = True
+        open_request.is_unanswered = open_request.is_wanted  # the peer has no reply to what was taken back
         what = f"no reply to {type(open_request.message).__name__} for {silent_s:.4g} s"
         text = f"cannot reach {open_request.address!r}: {what}; {CHECK_PEER}"
         self._complete(number, PeerRefused(request=number, code=Code.PEER_UNREACHABLE, message=text))

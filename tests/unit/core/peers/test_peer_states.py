@@ -183,6 +183,16 @@ def test_readers_of_a_lost_node_send_it_a_bounded_number_of_messages_whatever_ot
     assert of_hub_of_many <= 3 * of_hub <= 3 * 50
 
 
+def test_a_request_that_was_lost_and_then_taken_back_makes_no_peer_silent(world, source, sink):
+    assert sink.reads(source.publish("t1", IDS, TOKENS))
+    world.cut.add(("d", "p"))
+    ticket = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=300.0)
+    world.cut.clear()
+    sink.say(wk.Cancel(ticket=ticket))
+    world.advance(world.settings.gone_after_s + 1.0)
+    assert states_of(world) == {source.host.endpoint: "up"}
+
+
 def test_behind_a_hello_without_reply_no_request_is_sent_twice(world):
     sink = world.register(world.host("n"), spec_of("decode"))
     world.host("hub")
