@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 PULL_S = 15.0  # enough for a transfer at rest
 HARD_PULL_S = 40.0  # enough for each hardship
 LONG_READ_S = 9.0  # longer than a lease, and than a grant's
-LONG_PREFILL_S = 8.0  # longer than a peer may be silent to which a request for a grant was sent
 LEASE_S = 60.0
 QUEUED_LEASE_S, QUEUE_S = 4.0, 12.0  # a queue of three leases: less than `engine.MAX_HOLD_S`
 AWAY_S = (0.01, 1.0)
+CUT_OFF_S = 0.7  # less than `peer.restart_grace_s`
 LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
 REPEATED_S = 281.0  # after which transfers that have ended, or were never published, make room for others
 GONE_S = 75.0  # by then nothing is known of it: longer than leases and all that is repeated
@@ -46,8 +46,10 @@ class Hardship(StrEnum):
     READERS_MOVER_DIES = "a mover of its reader dies as it reads"
     MESSAGES = "messages are lost"
     LONG_PREFILL = "its source takes long to write it"
+    LONGER_PREFILL = "its source takes longer to write it than a peer may be silent"
     LONG_READ = "its read takes long"
     READ_FAILS = "its read fails"
+    REQUEST_IS_CUT_OFF = "the nodes are cut off for a moment as it is asked for"
     CONNECTION_BREAKS = "the connection breaks by which it is read"
     LONG_QUEUE = "its reader's queue is longer than its lease"
     READER_DIES = "a reader dies in whose queue it was for longer than its lease"
@@ -61,22 +63,20 @@ class Loss(StrEnum):
     IS_CUT_OFF = "is cut off"
 
 
-# Those in which no pull has to be repeated.
-AT_ONCE = frozenset({
-    Hardship.NONE, Hardship.MOVERS_DIE, Hardship.READERS_MOVER_DIES, Hardship.MESSAGES,
-    Hardship.LONG_PREFILL, Hardship.LONG_READ, Hardship.LONG_QUEUE, Hardship.READER_DIES, Hardship.READ_FAILS,
-})  # fmt: skip
+# Those in which a pull may have to be repeated.
+NOT_AT_ONCE = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.CONNECTION_BREAKS})
 # From when all is written to when all of it is there: twice what is usual at most.
 SOON_S = 2.0
 LATER_S = {
     Hardship.SOURCE_RESTARTS: 20.0, Hardship.SINK_RESTARTS: 6.0, Hardship.MESSAGES: 20.0,
-    Hardship.LONG_PREFILL: LONG_PREFILL_S, Hardship.LONG_READ: LONG_READ_S,
+    Hardship.LONG_PREFILL: 8.0, Hardship.LONGER_PREFILL: 14.0, Hardship.LONG_READ: LONG_READ_S,
 }  # fmt: skip
 USUAL_WARNING = "read directly, not covered"  # where staging memory is low
 ENDS_WITHIN_S = 2.0
 GROWS_SHARE = 0.3  # of the transfers
-ENDS_MOVERS = frozenset({
+HOME_IS_BEHIND = frozenset({
     Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE, Hardship.READERS_MOVER_DIES,
+    Hardship.REQUEST_IS_CUT_OFF,
 })  # fmt: skip
 JOINED_S = 14.0  # by then a home has the ranks of a node whose daemon was restarted
 
@@ -141,14 +141,8 @@ class Aftermath:
     def check_hardships(self, number: int) -> None:
         """A transfer arrives at each of so many hardships."""
         world, rng = self._world, self._rng
-        hardships = rng.sample([*Hardship], number)
-        # A connection that is broken is noticed by the next read: another failure were one too many.
-        for hardship in sorted(hardships, key=lambda one: one is Hardship.CONNECTION_BREAKS):
+        for hardship in rng.sample([*Hardship], number):
             self.check_arrives(rng.choice(world.sources), rng.choice(world.sinks), hardship)
-            world.plan_nothing()
-            for transport in world.fabric.agents.values():
-                transport.stalls_until = 0.0
-            self._wait(lambda: False, 2 * STALLED_POLL_S)
 
     def check_ends(self) -> None:
         """What ends a transfer is told at once, of each source once."""
@@ -163,12 +157,15 @@ class Aftermath:
         self._wait_joined()
         if hardship is Hardship.SINK_RESTARTS and {*source.shape.nodes} & {*sink.shape.nodes}:
             hardship = Hardship.SOURCE_RESTARTS  # it has ranks of the source
-        self._is_home_behind, self._is_full = hardship in ENDS_MOVERS, False
-        transfer = self._publish(source)
+        if hardship is Hardship.REQUEST_IS_CUT_OFF and len({*source.shape.nodes}) > 1:
+            hardship = Hardship.MESSAGES  # its home asks another node's mover again, which takes two seconds
+        self._is_home_behind, self._is_full = hardship in HOME_IS_BEHIND, False
+        transfer = self._publish(source, hardship is Hardship.READ_FAILS)
+        transfer.is_read_early = hardship in (Hardship.READ_FAILS, Hardship.LONGER_PREFILL)
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name}: {hardship.value}")
         before = len(world.wanted)
         limit_s = PULL_S if hardship is Hardship.NONE else HARD_PULL_S
-        self._make_hard(source, sink, hardship)
+        self._make_hard(transfer, sink, hardship)
         if hardship in (Hardship.LONG_QUEUE, Hardship.READER_DIES):
             self._have_wait(sink, transfer, hardship is Hardship.READER_DIES)
         if not sink.is_ready:
@@ -196,10 +193,15 @@ class Aftermath:
         needless += heard.too_many(source, sink, len(transfer.steps))
         if hardship is Hardship.NONE and needless:
             raise Violation(Check.QUIET, f"{what} at rest: {needless}")
-        if hardship in AT_ONCE and any(wanted.attempts > 1 for wanted in world.wanted[before:]):
+        if hardship not in NOT_AT_ONCE and any(wanted.attempts > 1 for wanted in world.wanted[before:]):
             raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice: {hardship.value}")
 
     def _wait_joined(self) -> None:
+        """Wait until nothing of what was before stands in the way of what comes next."""
+        self._world.plan_nothing()
+        for transport in self._world.fabric.agents.values():
+            transport.mend()
+        self._wait(lambda: False, 2 * STALLED_POLL_S)
         self._wait(lambda: self._world.is_ready, BACK_S)
         if self._is_home_behind:
             self._wait(lambda: False, JOINED_S)
@@ -245,8 +247,8 @@ class Aftermath:
         if code is Code.RANK_LOST:
             source.replace_rank(lost)
 
-    def _publish(self, source: Engine) -> Transfer:
-        grows = self._rng.random() < GROWS_SHARE
+    def _publish(self, source: Engine, grows: bool = False) -> Transfer:
+        grows = grows or self._rng.random() < GROWS_SHARE
         drawn = (source.publish(1, grows) for _ in range(MAX_DRAWS))
         transfer = next((one for one in drawn if one is not None), None)
         if transfer is None:
@@ -254,8 +256,8 @@ class Aftermath:
         transfer.lease_s = LEASE_S
         return transfer
 
-    def _make_hard(self, source: Engine, sink: Engine, hardship: Hardship) -> None:
-        world, rng = self._world, self._rng
+    def _make_hard(self, transfer: Transfer, sink: Engine, hardship: Hardship) -> None:
+        world, rng, source = self._world, self._rng, transfer.publisher.engine
         match hardship:
             case Hardship.SOURCE_RESTARTS:
                 self._wait(lambda: False, 0.05)  # its publish has arrived
@@ -269,13 +271,18 @@ class Aftermath:
                 world.planned_at[Moment.READ].append((rng.choice((0.0, 0.00005, 0.0002)), self._kill_mover))
             case Hardship.MESSAGES:
                 world.planned_messages += [PlannedMessage(None) for _ in range(rng.choice((1, 2, 5)))]
-            case Hardship.LONG_PREFILL:
+            case Hardship.LONG_PREFILL | Hardship.LONGER_PREFILL:
                 for worker in source.ranks:
                     world.kernel.stop(worker.process)
-                    world.expectations.disturb(LONG_PREFILL_S, worker)
-                    world.after(LONG_PREFILL_S, world.kernel.resume, worker.process)
+                    world.expectations.disturb(LATER_S[hardship], worker)
+                    world.after(LATER_S[hardship], world.kernel.resume, worker.process)
+            case Hardship.REQUEST_IS_CUT_OFF:
+                cut = partial(self._disconnect, source.shape.nodes[0])
+                world.planned_messages.append(PlannedMessage(0.0, cut, name="GrantRequest"))
             case Hardship.LONG_READ:
                 world.planned_at[Moment.READ].append((0.0, self._stall))
+            case Hardship.READ_FAILS if len(transfer.steps) > 1:
+                world.planned_at[Moment.READ].append((0.0, self._fail_behind_grant))
             case Hardship.READ_FAILS:
                 world.planned_at[Moment.READ].append((0.0, lambda mover: mover.fail_one_read(settled=True)))
             case Hardship.CONNECTION_BREAKS:
@@ -297,6 +304,17 @@ class Aftermath:
     def _kill_mover(self, transport: SimTransport) -> None:
         if transport.process.parent is not self._world.kernel.host:  # else it is a thread of a rank
             self._world.kernel.kill(transport.process)
+
+    def _fail_behind_grant(self, transport: SimTransport) -> None:
+        """Have reads fail when the grant of more is on its way: it comes when another was asked for."""
+
+        def fail() -> None:
+            transport.stalls_until = 0.0
+            while transport.fail_one_read(settled=True):
+                pass
+
+        transport.stalls_until = self._world.kernel.now + 1.0
+        self._world.planned_messages.append(PlannedMessage(0.05, fail, name="GrantReply"))
 
     @staticmethod
     def _break_connection(transport: SimTransport) -> None:
@@ -336,7 +354,7 @@ class Aftermath:
             for process in world.processes_of(lost):
                 world.kernel.stop(process)
         else:
-            self._cut_off(lost)
+            self._cut_off(lost, GONE_S)
         if how is Loss.IS_GONE:
             self._end(lost, of_lost)
         heard = Overheard(world, world.endpoint_of(lost), world.kernel.now + SILENT_S)
@@ -351,7 +369,7 @@ class Aftermath:
         if not self._wait(lambda: not waiting(), limit_s):
             who = [f"{pull.worker.name} of {pull.transfer.transfer_id}" for pull in waiting()]
             raise Violation(Check.SILENT, f"{lost} {how.value}, and its readers wait on: {who}")
-        self._cut_off(lost)
+        self._cut_off(lost, GONE_S)
         self._end(lost, of_lost)
         self._wait(lambda: False, GONE_S + 1.0)
         self._is_full = self._may_be_full
@@ -365,11 +383,18 @@ class Aftermath:
         if not self._wait(lambda: world.is_ready, BACK_S):
             raise Violation(Check.REGISTERED, f"{lost} is back, and an engine is not registered")
 
-    def _cut_off(self, lost: str) -> None:
+    def _cut_off(self, lost: str, seconds: float) -> None:
         world = self._world
         for other in world.node_names:
             if other != lost:
-                world.network.sever(world.host_of(lost), world.host_of(other), GONE_S)
+                world.network.sever(world.host_of(lost), world.host_of(other), seconds)
+
+    def _disconnect(self, node: str) -> None:
+        """Cut a node off for a moment; its connections break at once, with what is on its way."""
+        self._cut_off(node, CUT_OFF_S)
+        network, now = self._world.network, self._world.kernel.now
+        for wire in [wire for wire in network.wires if network.severed_until(wire) > now]:
+            network.cut(wire)
 
     def _end(self, lost: str, engines: list[Engine]) -> None:
         for engine in engines:

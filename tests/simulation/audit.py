@@ -5,6 +5,7 @@ A daemon is asked over its control socket, as an operator asks it; descriptors a
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import selectors
@@ -19,6 +20,7 @@ from tests.simulation.history import HISTORY, wrong_in_history
 from tests.simulation.interposed import set_on
 from tests.simulation.kernel import Process, TaskState
 from tests.simulation.libzmq import SimSocket, SimTracker
+from tests.simulation.network import Wire
 from tests.simulation.operators import Operator
 from tests.simulation.store import MemoryKind
 
@@ -226,3 +228,38 @@ class Turns:
         if num_bytes > MAX_TURN_BYTES or number > most:
             text = f"{process.name} sends {num_bytes} bytes in {number} messages in one turn of its loop"
             self._world.violate(Check.TURN, text)
+
+
+class Requests:
+    """Looks at what daemons ask: nothing that was given up; and behind a refused hello nothing is handled."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._latest: dict[
+            str, float
+        ] = {}  # by grant: the last request for it; infinite once it is given back
+        self._hellos: dict[Wire, int] = {}
+        self._refused: dict[Wire, int] = {}  # the hello
+
+    def saw(self, wire: Wire, payload: bytes) -> None:
+        """Look at a message between two daemons."""
+        message = msgspec.msgpack.decode(payload)
+        number = message.get("request", 0)
+        match message["t"]:
+            case "GrantRequest":
+                if number < self._latest.get(message["grant"], 0):
+                    text = f"{wire.dealer.process.name} repeats request {number}, which it has given up"
+                    self._world.violate(Check.QUIET, text)
+                self._latest[message["grant"]] = number
+            case "ReleaseGrant" | "Acknowledge":
+                self._latest[message["grant"]] = math.inf
+            case "PeerHello":
+                self._hellos[wire] = number
+            case "PeerRefused" if self._hellos.get(wire) == number:
+                self._refused[wire] = number
+            case "PeerWelcome":
+                self._refused.pop(wire, None)
+            case "ManifestReply" | "GrantReply" | "GrantsRenewed" as reply:
+                if number > self._refused.get(wire, math.inf):
+                    text = f"{wire.router.process.name} has refused a hello, and sends {reply} behind it"
+                    self._world.violate(Check.REFUSED, text)

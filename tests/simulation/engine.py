@@ -126,6 +126,7 @@ class Transfer:
     pulls: list[Pull] = field(default_factory=list)
     prepared: dict[Worker, float] = field(default_factory=dict)  # since when, by ranks that have not pulled
     last_read: float = 0.0  # when a pull of it has last ended
+    is_read_early: bool = False  # each pull of it is progressive
 
     @property
     def name(self) -> tuple[EngineId, Generation, TransferId]:
@@ -929,7 +930,8 @@ class Worker:
             deadline_s = (
                 world.rng.uniform(0.001, 0.05) if short else world.rng.choice((0.5, 3.0, 6.0, 12.0, 60.0))
             )
-        is_progressive = world.rng.random() < (0.5 if len(transfer.steps) > 1 else 0.3)
+        share = 0.5 if len(transfer.steps) > 1 else 0.3
+        is_progressive = transfer.is_read_early or world.rng.random() < share
         now = world.kernel.now
         pull = Pull(self, transfer, lists, now, deadline_s, is_progressive, wanted, Kernels())
         self.launch(True, pull.kernels, self._lend, pull)

@@ -279,6 +279,11 @@ class SimTransport:
             self._lost.add(agent)
         return bool(reads)
 
+    def mend(self) -> None:
+        """Undo what would meet the next read."""
+        self._lost.clear()
+        self.stalls_until = 0.0
+
     def fail_one_read(self, late_share: float = 0.5, *, settled: bool = False) -> bool:
         """Have a read fail, in a way that proves nothing unless `settled`; return whether there was one.
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 NAME = "liar"
 EVERY_S = (0.01, 0.05, 0.3)
 MAX_CHANGES = 3
+OTHER_VERSION_SHARE = 0.3  # of its hellos, which are refused
 NUM_DRAWN_BYTES = 64
 
 
@@ -91,10 +92,14 @@ class Liar:
 
     def _change(self, sender: str, payload: bytes) -> bytes:
         """Return what of a message arrives."""
-        if self._is_over or sender != self._world.host_of(NAME) or self._rng.random() >= self._share:
+        if self._is_over or sender != self._world.host_of(NAME):
+            return payload
+        tree = msgspec.msgpack.decode(payload)
+        if tree["t"] == "PeerHello" and self._rng.random() < OTHER_VERSION_SHARE:
+            return msgspec.msgpack.encode(tree | {"versions": (9, 9)})
+        if self._rng.random() >= self._share:
             return payload
         draw = Draw(self._rng.randbytes(NUM_DRAWN_BYTES))
-        tree = msgspec.msgpack.decode(payload)
         for _ in range(self._rng.randint(1, MAX_CHANGES)):
             tree = draw.mutated(tree)
         return msgspec.msgpack.encode(tree)

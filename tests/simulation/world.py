@@ -34,6 +34,7 @@ from kvxferd.core.source import grants
 from kvxferd.memory import driver_registry
 from kvxferd.wire import block_id_parts, fd_batches, framing
 from tests.simulation import interposed, libzmq, network
+from tests.simulation.audit import Requests
 from tests.simulation.checks import Check, Expectations, Violation
 from tests.simulation.engine import LOW_LIMIT, MAX_HOLD_S, Engine, EngineShape, Pull, Transfer, Wanted, Worker
 from tests.simulation.fabric import Fabric, Moment, Pace, SimTransport
@@ -136,6 +137,7 @@ SMALL_NUMBERS = {
 }
 # Of these, what small requests alone are spared: large ones are in half of the episodes.
 SHORT_WAYS = (
+    "core.sink.pull MIN_PIECE_BYTES",
     "mover.reads.pull_engine SHORT_BYTES",
     "plan.block_list_checks MAX_IDS_WITHOUT_NUMPY",
     "plan.expand MAX_SHORT_RUNS",
@@ -244,7 +246,7 @@ class World:
         libzmq.install(self.kernel, self.network, interposed.set_on)
         self.fabric = Fabric(self.kernel, traits.transport, traits.pace, self._misused)
         self.fabric.on_moment = self._reached
-        self.words = Words(self.fabric)
+        self.words, self.requests = Words(self.fabric), Requests(self)
         self.nodes = Nodes(self.kernel, self.fabric, interposed.set_on)
         self._drivers: dict[Process, FakeDriver] = {}
         interposed.set_on(driver_registry, "_open_once", lambda name: self._driver())
@@ -448,6 +450,7 @@ class World:
 
     def _on_send(self, wire: Wire, payload: bytes) -> float | None:
         self.words.saw(wire, payload)
+        self.requests.saw(wire, payload)
         hosts = frozenset((wire.dealer.host, wire.router.host))
         for planned in self.planned_messages:
             if planned.hosts in (None, hosts) and name_of(payload).startswith(planned.name):
