@@ -16,6 +16,7 @@ from kvxferd.mover.transport.staging_source import CHUNK_KEPT_S, CHUNK_REPLY_TIM
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import MAX_DRAWS, Engine, Pull, Transfer
 from tests.simulation.fabric import STALLED_POLL_S, Moment, SimTransport
+from tests.simulation.network import name_of
 from tests.simulation.operators import cancel_transfer
 from tests.simulation.reasons import SILENT_S
 from tests.simulation.world import PlannedMessage
@@ -88,7 +89,8 @@ class Overheard:
 
     def __init__(self, world: World, to: str = "", since: float = 0.0) -> None:
         self._world, self._to, self._since = world, to, since
-        self._requests: Counter[tuple[str, str, int]] = Counter()  # by sender, kind and number
+        # By sender, kind, number, and what transfer it names.
+        self._requests: Counter[tuple[str, str, int, str]] = Counter()
         self._warnings: list[str] = []
         world.network.on_request, world.on_warning = self._request, self._warnings.append
 
@@ -96,7 +98,8 @@ class Overheard:
         request = msgspec.msgpack.decode(payload)
         is_meant = self._to in ("", address) and self._world.kernel.now >= self._since
         if is_meant and request["t"] != "PeerHello":  # it is sent once more when its connection is there
-            self._requests[sender, request["t"], request["request"]] += 1
+            named = name_of(payload).removeprefix(request["t"]).strip()
+            self._requests[sender, request["t"], request["request"], named] += 1
 
     def end(self) -> None:
         """Listen no more."""
@@ -105,16 +108,20 @@ class Overheard:
 
     def asked_twice(self) -> list[str]:
         """Return the requests that were sent more than once."""
-        return [f"{sender} asks twice: {kind}" for (sender, kind, _), n in self._requests.items() if n > 1]
+        return [f"{sender} asks twice: {kind}" for (sender, kind, *_), n in self._requests.items() if n > 1]
 
     def warnings(self) -> list[str]:
         """Return what was warned of."""
         return [text for text in self._warnings if USUAL_WARNING not in text]
 
-    def too_many(self, source: Engine, sink: Engine, num_steps: int) -> list[str]:
-        """Return of which kinds there are more requests than a transfer of so many steps takes."""
-        sent = Counter(kind for _, kind, _ in self._requests)
-        each = {"ManifestRequest": source.num_ranks, "GrantRequest": 2 + 2 * num_steps, "ReleaseGrant": 2}
+    def too_many(self, source: Engine, sink: Engine, transfer: Transfer) -> list[str]:
+        """Return of which kinds there are more requests than the transfer takes."""
+        sent = Counter(kind for _, kind, _, name in self._requests if name in ("", transfer.transfer_id))
+        each = {
+            "ManifestRequest": source.num_ranks,
+            "GrantRequest": 2 + 2 * len(transfer.steps),
+            "ReleaseGrant": 2,
+        }
         most = {kind: each.get(kind, 1) * sink.num_ranks for kind in (*each, "Acknowledge")}
         return [f"{sent[kind]} times {kind}" for kind in most if sent[kind] > most[kind]]
 
@@ -190,7 +197,7 @@ class Aftermath:
         if world.kernel.now > max(began, transfer.whole_at) + soon_s:
             raise Violation(Check.WORKS_AGAIN, f"{what} takes more than {soon_s:g} s: {hardship.value}")
         needless = heard.asked_twice() + heard.warnings()
-        needless += heard.too_many(source, sink, len(transfer.steps))
+        needless += heard.too_many(source, sink, transfer)
         if hardship is Hardship.NONE and needless:
             raise Violation(Check.QUIET, f"{what} at rest: {needless}")
         if hardship not in NOT_AT_ONCE and any(wanted.attempts > 1 for wanted in world.wanted[before:]):

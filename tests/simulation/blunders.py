@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 ANSWER_S = 12.0
 NUM_CALLS = 16  # of an episode
+OWNER_SHARE = 0.3
+BACK_S, SETTLED_S = 60.0, 14.0  # of a daemon that was restarted
 NUM_TOKENS = 5
 TOO_MANY_TOKENS = 17  # no transfer has so many
 FULL_SHARE, BACK_S = 0.3, 14.0  # by then a home has the ranks of a node whose daemon was restarted
@@ -290,6 +292,12 @@ OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
 }  # fmt: skip
 
 
+def _is_offered(worker: Worker) -> bool:
+    """Whether another process could offer to be this rank: of an engine that spans, its home says so late."""
+    shape = worker.engine.shape
+    return worker.shape is not None and shape.memory is MemoryKind.SHARED and len({*shape.nodes}) == 1
+
+
 class Blunders:
     """Makes wrong calls. `wait` lets the world go on until something is true, or so long."""
 
@@ -325,6 +333,8 @@ class Blunders:
                 self._check_growing(rng.choice(growing))
         transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
         self._wait(lambda: bool(transfer.released), ANSWER_S)  # what follows needs its blocks
+        if rng.random() < OWNER_SHARE:
+            self._check_owner()
 
     def _check_full(self, worker: Worker, transfer: Transfer) -> None:
         """A daemon that has no room for something refuses a pull which needs it, at once."""
@@ -429,16 +439,36 @@ class Blunders:
 
     def _check_registration(self, worker: Worker) -> None:
         """A process cannot take the place of a rank, nor one beside it."""
-        if worker.shape is None or worker.spec is None or worker.engine.shape.memory is not MemoryKind.SHARED:
+        if not _is_offered(worker):
             return
-        if len(set(worker.engine.shape.nodes)) > 1:
-            return  # its home decides, and the daemon asks again for a while
-        is_others = self._rng.random() < 0.2
         name = self._rng.choice(sorted(OF_REGISTRATIONS))
         code, change = OF_REGISTRATIONS[name]
-        if is_others:
-            name, code, change = "a rank of another user", Code.NOT_ALLOWED, lambda right: right
+        if self._rng.random() < 0.2:
+            self._offer(worker, "what is another user's", Code.NOT_ALLOWED, lambda right: right, STRANGER)
+        else:
+            self._offer(worker, name, code, change, worker.engine.shape.uid)
+
+    def _check_owner(self) -> None:
+        """A name is its user's, although both its engine and its daemon were away."""
+        world = self._world
+        alone = [engine for engine in world.engines if _is_offered(engine.ranks[0])]
+        if not alone:
+            return
+        worker = self._rng.choice(alone).ranks[0]
+        worker.engine.die()
+        world.kill_daemon(worker.node)
+        world.start_daemon(worker.node)
+        self._offer(worker, "what was another user's", Code.NOT_ALLOWED, lambda right: right, STRANGER)
+        worker.engine.start()
+        self._wait(lambda: world.is_ready, BACK_S)
+        self._wait(lambda: False, SETTLED_S)
+
+    def _offer(
+        self, worker: Worker, name: str, code: Code, change: Callable[[Stranger], Stranger], uid: int
+    ) -> None:
         spec, shape = worker.spec, worker.shape
+        assert spec is not None
+        assert shape is not None
 
         def make(answers: list[object]) -> None:
             def run() -> None:
@@ -451,7 +481,6 @@ class Blunders:
                 except KvxferdError as error:
                     answers.append(error.code)
 
-            uid = STRANGER if is_others else worker.engine.shape.uid
             self._world.kernel.spawn(f"stranger at {worker.node}", run, uid=uid)
 
         self._expect(code, f"a process wants to be {worker.name} with {name}", make)
