@@ -1137,7 +1137,8 @@ class Worker:
         if isinstance(event, client.Failed) and "the daemon is silent" in event.message:
             pull.is_given_up = True
             self.world.unsure_counts.add(self.node)
-        if how == "delivered":  # a pull that the client has failed alone leaves what its daemon prepared
+        # What is prepared later is another pull's; one that its client has failed alone leaves it.
+        if how == "delivered" and pull.transfer.prepared.get(self, pull.began) <= pull.began:
             pull.transfer.prepared.pop(self, None)
         world.open_pulls.pop(pull, None)
         pull.transfer.last_read = now
