@@ -16,7 +16,7 @@ from kvxferd import client, resident
 from kvxferd.client.publishes import RETRIED_ON_REPLAY
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation, Rank, TransferId
-from kvxferd.layout import EngineSpec
+from kvxferd.layout import EngineSpec, GroupKind
 from kvxferd.wire.common import RefLike
 from tests.simulation.checks import Check
 from tests.simulation.contents import Lists, expected_bytes
@@ -657,7 +657,7 @@ class Worker:
                 parts = {}
             self.handle.ready(
                 transfer.transfer_id,
-                None if number == len(transfer.steps) - 1 else step,
+                None if number == len(transfer.steps) - 1 and not self._counts_tokens(transfer) else step,
                 parts or None,
                 after=kernels,
             )
@@ -669,6 +669,12 @@ class Worker:
         if number == len(transfer.steps) - 1:
             self._has_reported(transfer)
         self.report_later(transfer, number + 1)
+
+    def _counts_tokens(self, transfer: Transfer) -> bool:
+        """Whether this one's last report says how many tokens there are, as of full attention it may."""
+        groups = self.engine.shape.deployment.groups.values()
+        is_full = all(one.kind is GroupKind.ATTENTION and one.sliding_window is None for one in groups)
+        return is_full and transfer.number % 2 == 0
 
     def _check_unread(self, transfer: Transfer) -> None:
         """Before this rank reports more, only progressive pulls have read."""

@@ -253,12 +253,14 @@ def split_publish(
     """Return what a publish that grows lists with each of `steps`, which are ascending numbers of tokens.
 
     The first part goes with `publish`, each later one with `add_blocks` or `ready`. The last step is all of
-    the request; it has the states and the blocks of sliding windows.
+    the request; it has the blocks of sliding windows.
     """
     parts: list[Lists] = [{} for _ in steps]
     for name, listed in lists.items():
         group, ids, done = deployment.groups[name], list(listed.ids), 0
-        if group.kind is GroupKind.STATE or group.sliding_window is not None:
+        if group.kind is GroupKind.STATE:
+            continue
+        if group.sliding_window is not None:
             parts[-1][name] = listed
             continue
         span = span_of(group)
@@ -267,4 +269,9 @@ def split_publish(
             if end > done:
                 part[name] = BlockList(ids=ids[done:end], first_token=rng.choice((0, done * span)))
                 done = end
+    # A state, which stands at the end, is listed once, or again as long as something else is to come.
+    adding = [part for part in parts if part] or parts[-1:]
+    for name, listed in lists.items():
+        if deployment.groups[name].kind is GroupKind.STATE:
+            adding[-1][name] = rng.choice(parts[: parts.index(adding[-1]) + 1])[name] = listed
     return parts

@@ -373,14 +373,14 @@ def _append(engine: LocalEngine, transfer: Transfer, added: BlocksByGroup) -> in
     Raises EngineError where nothing may be added.
     """
     num_bytes, kept, list_rules = 0, transfer.blocks, engine.list_rules
+    states = {name for name in added if (rules := list_rules.get(name)) is not None and rules.is_state}
+    # Of a list that is whole the checks find that it becomes too long.
+    if not transfer.is_growing or (states and transfer.has_all_blocks(engine)):
+        raise EngineError(f"cannot extend transfer {transfer.transfer_id}: it has all its blocks")
     for name, packed in added.items():
-        before, rules = kept.get(name), list_rules.get(name)
-        is_state = rules is not None and rules.is_state
-        # Of a list that is whole the checks find that it becomes too long.
-        if not transfer.is_growing or (is_state and transfer.has_all_blocks(engine)):
-            raise EngineError(f"cannot extend transfer {transfer.transfer_id}: it has all its blocks")
+        before = kept.get(name)
         num_before = -GROUP_BYTES if before is None else len(before.ids)
-        if before is None or not before.ids or is_state:
+        if before is None or not before.ids or name in states:
             kept[name] = packed
         else:
             kept[name] = append_ids(before, packed.ids)

@@ -10,8 +10,18 @@ from kvxferd.core.source.announced import Announcements, Report
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.core.source.transfer_table import ALL_TOKENS
 from kvxferd.errors import Code
-from kvxferd.ids import BootId, EngineId, EngineKey, Generation, Incarnation, Rank, SessionId, TransferId
-from kvxferd.layout import PackedBlocks, pack_ids
+from kvxferd.ids import (
+    BootId,
+    EngineId,
+    EngineKey,
+    Generation,
+    GroupName,
+    Incarnation,
+    Rank,
+    SessionId,
+    TransferId,
+)
+from kvxferd.layout import GroupKind, PackedBlocks, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
@@ -302,6 +312,31 @@ def test_a_transfer_grows_by_the_group_of_a_stage_that_comes_back(world):
     assert stage.over() == []
     stage.say(wk.Ready(transfer_id="t", blocks=added, incarnation=stage.incarnation, ready_tokens=TOKENS))
     assert stage.over() == [("t", Code.BLOCKS_INVALID)]  # now it has all its blocks
+
+
+def test_a_state_is_listed_again_with_the_last_blocks(world):
+    spec = spec_of("prefill", publish_implies_ready=True)
+    plain = attention_layout(
+        spec=spec, layout="HND", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=32
+    )
+    (full,) = plain.groups
+    state = msgspec.structs.replace(full, name=GroupName("state"), kind=GroupKind.STATE, block_tokens=0)
+    tensors = [
+        msgspec.structs.replace(one, group=state.name, component="ssm", token_stride=0)
+        if one.component == "v"
+        else one
+        for one in plain.tensors
+    ]
+    layout = msgspec.structs.replace(plain, groups=(full, state), tensors=tuple(tensors))
+    rank = world.register_with(world.host("p"), spec, layout)
+    listed = PackedBlocks(pack_ids(IDS[:1]), state_at=TOKENS)
+    blocks = {full.name: PackedBlocks(pack_ids(IDS[:1])), state.name: listed}
+    facts = {"num_tokens": TOKENS, "fence_slot": next(rank.slots), "incarnations": rank.known}
+    rank.say(wk.Publish(transfer_id="t", nonce="ab" * 16, blocks=blocks, ready_tokens=4, **facts), b"w" * 16)
+    added = {full.name: PackedBlocks(pack_ids(IDS[1:])), state.name: listed}
+    for over in ([], [("t", Code.BLOCKS_INVALID)]):  # now it has all its blocks
+        rank.say(wk.Ready(transfer_id="t", blocks=added, incarnation=rank.incarnation))
+        assert rank.over() == over
 
 
 # --- what ranks report before the publish: whose memory it is of, how long it counts, what looks at it
