@@ -14,7 +14,7 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.mover.transport.staging_source import CHUNK_KEPT_S, CHUNK_REPLY_TIMEOUT_S
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import MAX_DRAWS, Engine, Pull, Transfer
+from tests.simulation.engine import COMPLETED_S, MAX_DRAWS, Engine, Pull, Transfer
 from tests.simulation.fabric import STALLED_POLL_S, Moment, SimTransport
 from tests.simulation.network import name_of
 from tests.simulation.operators import cancel_transfer
@@ -31,6 +31,7 @@ LEASE_S = 60.0
 QUEUED_LEASE_S, QUEUE_S = 4.0, 12.0  # a queue of three leases: less than `engine.MAX_HOLD_S`
 AWAY_S = (0.01, 1.0)
 CUT_OFF_S = 0.7  # less than `peer.restart_grace_s`
+LONG_CUT_OFF_S = 16.0  # longer than `peer.silent_after_s`
 LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
 REPEATED_S = 281.0  # after which transfers that have ended, or were never published, make room for others
 GONE_S = 75.0  # by then nothing is known of it: longer than leases and all that is repeated
@@ -51,6 +52,7 @@ class Hardship(StrEnum):
     LONG_READ = "its read takes long"
     READ_FAILS = "its read fails"
     REQUEST_IS_CUT_OFF = "the nodes are cut off for a moment as it is asked for"
+    END_IS_CUT_OFF = "the nodes are cut off for long as it has been read"
     CONNECTION_BREAKS = "the connection breaks by which it is read"
     LONG_QUEUE = "its reader's queue is longer than its lease"
     READER_DIES = "a reader dies in whose queue it was for longer than its lease"
@@ -77,7 +79,7 @@ ENDS_WITHIN_S = 2.0
 GROWS_SHARE = 0.3  # of the transfers
 HOME_IS_BEHIND = frozenset({
     Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE, Hardship.READERS_MOVER_DIES,
-    Hardship.REQUEST_IS_CUT_OFF,
+    Hardship.REQUEST_IS_CUT_OFF, Hardship.END_IS_CUT_OFF,
 })  # fmt: skip
 JOINED_S = 14.0  # by then a home has the ranks of a node whose daemon was restarted
 
@@ -164,7 +166,10 @@ class Aftermath:
         self._wait_joined()
         if hardship is Hardship.SINK_RESTARTS and {*source.shape.nodes} & {*sink.shape.nodes}:
             hardship = Hardship.SOURCE_RESTARTS  # it has ranks of the source
-        if hardship is Hardship.REQUEST_IS_CUT_OFF and len({*source.shape.nodes}) > 1:
+        if (
+            hardship in (Hardship.REQUEST_IS_CUT_OFF, Hardship.END_IS_CUT_OFF)
+            and len({*source.shape.nodes}) > 1
+        ):
             hardship = Hardship.MESSAGES  # its home asks another node's mover again, which takes two seconds
         self._is_home_behind, self._is_full = hardship in HOME_IS_BEHIND, False
         transfer = self._publish(source, hardship is Hardship.READ_FAILS)
@@ -202,6 +207,8 @@ class Aftermath:
             raise Violation(Check.QUIET, f"{what} at rest: {needless}")
         if hardship not in NOT_AT_ONCE and any(wanted.attempts > 1 for wanted in world.wanted[before:]):
             raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice: {hardship.value}")
+        if hardship is Hardship.END_IS_CUT_OFF:
+            self._wait(lambda: transfer.is_over, LONG_CUT_OFF_S + COMPLETED_S + 1.0)
 
     def _wait_joined(self) -> None:
         """Wait until nothing of what was before stands in the way of what comes next."""
@@ -284,8 +291,12 @@ class Aftermath:
                     world.expectations.disturb(LATER_S[hardship], worker)
                     world.after(LATER_S[hardship], world.kernel.resume, worker.process)
             case Hardship.REQUEST_IS_CUT_OFF:
-                cut = partial(self._disconnect, source.shape.nodes[0])
+                cut = partial(self._disconnect, source.shape.nodes[0], CUT_OFF_S)
                 world.planned_messages.append(PlannedMessage(0.0, cut, name="GrantRequest"))
+            case Hardship.END_IS_CUT_OFF:
+                cut = partial(self._disconnect, source.shape.nodes[0], LONG_CUT_OFF_S)
+                world.planned_messages += [PlannedMessage(0.0, name="Acknowledge")] * (sink.num_ranks - 1)
+                world.planned_messages.append(PlannedMessage(None, cut, name="Acknowledge"))
             case Hardship.LONG_READ:
                 world.planned_at[Moment.READ].append((0.0, self._stall))
             case Hardship.READ_FAILS if len(transfer.steps) > 1:
@@ -396,9 +407,10 @@ class Aftermath:
             if other != lost:
                 world.network.sever(world.host_of(lost), world.host_of(other), seconds)
 
-    def _disconnect(self, node: str) -> None:
-        """Cut a node off for a moment; its connections break at once, with what is on its way."""
-        self._cut_off(node, CUT_OFF_S)
+    def _disconnect(self, node: str, seconds: float) -> None:
+        """Cut a node off; its connections break at once, with what is on its way."""
+        self._cut_off(node, seconds)
+        self._world.expectations.disturb(seconds, *self._world.node_names)
         network, now = self._world.network, self._world.kernel.now
         for wire in [wire for wire in network.wires if network.severed_until(wire) > now]:
             network.cut(wire)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import select
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,13 +16,13 @@ from kvxferd import client
 from kvxferd.client import BlockList
 from kvxferd.core.limits import table as limits
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import EngineId, Rank, Ticket, TransferId
+from kvxferd.ids import EngineId, Generation, GroupName, Rank, Ticket, TransferId
 from kvxferd.layout import CacheTensor, EngineSpec, GroupKind, RankLayout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as worker_wire
-from kvxferd.wire.common import Message, Versions
+from kvxferd.wire.common import BlockIds, Message, Versions
 from kvxferd.wire.framing import HEADER, encode_frame
-from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
+from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES, MAX_OPEN_ASSEMBLIES
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import Transfer, Worker
 from tests.simulation.history import End
@@ -271,6 +272,10 @@ OF_OTHER_MODELS: dict[str, tuple[Code, Callable[[Stranger], Stranger]]] = {
 
 # What a process sends that is no client.
 HELLO = worker_wire.Hello(versions=worker_wire.WORKER_VERSIONS, client="stranger")
+ATTACH = worker_wire.Attach(request=1, engine_id=EngineId("stranger"), generation=Generation("g1"))
+IDS = [
+    BlockIds(stream=one, group=GroupName("g"), offset=0, ids=b"") for one in range(MAX_OPEN_ASSEMBLIES + 1)
+]
 OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
     "nothing first": (Code.OUT_OF_PLACE, [worker_wire.Suspend()]),
     "hello twice": (Code.OUT_OF_PLACE, [HELLO, HELLO]),
@@ -283,6 +288,7 @@ OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
     ),
     "a report of nobody's": (Code.OUT_OF_PLACE, [HELLO, worker_wire.Ready(transfer_id=TransferId("t1"))]),
     "no message": (Code.BAD_FRAME, [HELLO, encode_frame(b"\xc1")]),
+    "ids of more requests than there may be": (Code.BAD_FRAME, [HELLO, ATTACH, *IDS]),
     "a message of no kind": (Code.BAD_FRAME, [HELLO, encode_frame(b"\x81\xa1t\xa4None")]),
     "a frame past the limit": (Code.FRAME_TOO_LARGE, [HELLO, HEADER.pack(MAX_FRAME_BYTES + 1, 0, 0)]),
     "a large first frame": (Code.FRAME_TOO_LARGE, [HEADER.pack(MAX_FRAME_BYTES, 0, 0)]),
@@ -325,6 +331,8 @@ class Blunders:
                 self._check_call(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS)
             elif drawn < 0.8:
                 self._check_stranger(rng.choice(world.node_names))
+            elif drawn < 0.82:
+                self._check_no_daemon(rng.choice(world.node_names))
             elif drawn < 0.87 and sink.num_ranks == 1:
                 self._check_other_model(sink.ranks[0], transfer)
             elif drawn < 0.94 or not growing:
@@ -436,6 +444,37 @@ class Blunders:
             self._world.kernel.spawn(f"stranger at {node}", run, uid=STRANGER)
 
         self._expect(code, f"a process sends {name} to {node}", make)
+
+    def _check_no_daemon(self, node: str) -> None:
+        """A client hears at once that there is a daemon of another version, or can be none."""
+        kernel, path = self._world.kernel, self._world.socket_of(node)
+        code = self._rng.choice((Code.BAD_VERSION, Code.DAEMON_LOST))
+        path = path.with_name("other.sock") if code is Code.BAD_VERSION else path / "none"
+
+        def refuse() -> None:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
+                listener.listen()
+                kernel.wait(((listener.fileno(), select.EPOLLIN),), ANSWER_S)
+                made, _ = listener.accept()
+            path.unlink()
+            with made:
+                made.sendall(frame(worker_wire.Farewell(code=code, message="")))
+                kernel.wait(((made.fileno(), select.EPOLLHUP),), ANSWER_S)
+
+        def make(answers: list[object]) -> None:
+            def run() -> None:
+                try:
+                    with client.connect(path, timeout_s=2 * ANSWER_S):
+                        answers.append("connected")
+                except KvxferdError as error:
+                    answers.append(error.code)
+
+            if code is Code.BAD_VERSION:
+                kernel.spawn(f"other daemon at {node}", refuse)
+            kernel.spawn(f"stranger at {node}", run, uid=STRANGER)
+
+        self._expect(code, f"a process looks for a daemon at {path.name} of {node}", make)
 
     def _check_registration(self, worker: Worker) -> None:
         """A process cannot take the place of a rank, nor one beside it."""

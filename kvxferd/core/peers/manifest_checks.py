@@ -22,7 +22,6 @@ from kvxferd.wire.limits import (
     MAX_DESCRIPTORS_PER_RANK,
     MAX_DEVICES,
     MAX_ENGINE_TENSORS,
-    MAX_METADATA_BYTES,
     MAX_NAME_CHARS,
     MAX_REGIONS,
 )
@@ -146,10 +145,8 @@ def _check_manifest(manifest: RankManifest, layouts: LayoutCache) -> tuple[RankM
         problem = f"its regions lie in more than {MAX_DESCRIPTORS_PER_RANK} pieces"
     elif wrong := next((r.region for r in binding.regions if not _is_valid_region(r)), None):
         problem = f"region {wrong} lies where none can"
-    elif not 0 < len(binding.agent) <= MAX_NAME_CHARS or len(binding.metadata) > MAX_METADATA_BYTES:
-        problem = (
-            f"an agent's name of {len(binding.agent)} characters, {len(binding.metadata)} bytes of metadata"
-        )
+    elif not binding.agent:
+        problem = "its agent has no name"
     if problem:
         raise EngineError(f"cannot use rank {spec.rank} of engine {spec.key}: {problem}", Code.REGION_INVALID)
     return RankManifest(spec, checked.layout, binding), checked

@@ -504,6 +504,13 @@ def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(
         check_manifest(manifest, LayoutCache())
 
 
+def test_an_agent_has_a_name(world, stages):
+    manifest = joining(world, stages[1]).manifest
+    nameless = msgspec.structs.replace(manifest.binding, agent="")
+    with pytest.raises(EngineError, match="its agent has no name"):
+        check_manifest(msgspec.structs.replace(manifest, binding=nameless), LayoutCache())
+
+
 def test_metadata_of_joined_ranks_is_bounded_by_peer(world, stages):
     """4,096 ranks with 2 MiB of metadata each were 8 GiB."""
     home, refused = stages[0].host, []

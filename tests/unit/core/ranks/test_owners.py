@@ -148,6 +148,16 @@ def test_an_id_is_kept_for_minutes_after_the_last_rank_and_no_longer(world):
     assert host.node.owners.user_of("prefill") == 1001
 
 
+def test_a_rank_that_comes_back_and_is_not_readable_keeps_its_id_no_longer(world):
+    host = world.host("p")
+    world.register(host, spec_of("prefill"), uid=1000).close()
+    world.advance(world.settings.worker.ownership_s - 1)
+    host.give_movers = False
+    world.register(host, spec_of("prefill"), uid=1000).close()
+    world.advance(2)
+    assert host.node.owners.user_of("prefill") is None
+
+
 def test_who_never_had_a_readable_rank_owns_nothing(world):
     host = world.host("p")
     host.give_movers = False

@@ -63,6 +63,8 @@ def test_other_pulls_end_on_the_old_mover_and_new_ones_go_to_the_next(world, sou
     assert not sink.received(wk.TicketQuiesced)
     new = sink.pull(source.publish("t3", IDS, TOKENS), [20, 21, 22], TOKENS)
     assert isinstance(sink.ended(new), wk.TicketDelivered)  # by the next mover: the old one holds
+    mover_of(sink).hold = True  # what that one reads keeps the old one no longer
+    sink.pull(source.publish("t4", IDS, TOKENS), [24, 25, 26], TOKENS, deadline_s=60)
     old.work()
     assert isinstance(sink.ended(running), wk.TicketDelivered)
     assert not old.alive
