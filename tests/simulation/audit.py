@@ -240,6 +240,7 @@ class Requests:
         ] = {}  # by grant: the last request for it; infinite once it is given back
         self._hellos: dict[Wire, int] = {}
         self._refused: dict[Wire, int] = {}  # the hello
+        self._forgets = "core.peers.routes MAX_ROUTES" in world.traits.low_numbers  # what it has refused
 
     def saw(self, wire: Wire, payload: bytes) -> None:
         """Look at a message between two daemons."""
@@ -255,7 +256,7 @@ class Requests:
                 self._latest[message["grant"]] = math.inf
             case "PeerHello":
                 self._hellos[wire] = number
-            case "PeerRefused" if self._hellos.get(wire) == number:
+            case "PeerRefused" if self._hellos.get(wire) == number and not self._forgets:
                 self._refused[wire] = number
             case "PeerWelcome":
                 self._refused.pop(wire, None)

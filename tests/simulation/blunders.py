@@ -327,9 +327,9 @@ class Blunders:
             drawn = rng.random()
             if drawn < 0.3:
                 self._check_call(source.publisher, transfer, "publish", OF_BOTH | OF_PUBLISHES)
-            elif drawn < 0.75:
+            elif drawn < 0.7:
                 self._check_call(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS)
-            elif drawn < 0.8:
+            elif drawn < 0.78:
                 self._check_stranger(rng.choice(world.node_names))
             elif drawn < 0.82:
                 self._check_no_daemon(rng.choice(world.node_names))
