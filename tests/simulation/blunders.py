@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 ANSWER_S = 12.0
-NUM_CALLS = 16  # of an episode
+NUM_CALLS = 40  # of an episode
 OWNER_SHARE = 0.3
 BACK_S, SETTLED_S = 60.0, 14.0  # of a daemon that was restarted
 NUM_TOKENS = 5
