@@ -28,6 +28,7 @@ from kvxferd.layout import GroupKind, UnitRange
 from kvxferd.plan import Plan, TransferTopology, find_differences
 from kvxferd.plan.assignment import shared_fraction
 from kvxferd.plan.plan import GroupRead
+from kvxferd.plan.read_costs import PULL_S
 
 PREFILL, DECODE = EngineId("prefill"), EngineId("decode")
 _NO_HOME = Endpoint("")
@@ -87,7 +88,7 @@ class DecodeRankReads:
     @property
     def predicted_s(self) -> float:
         """How long the reads take: one mover makes them all."""
-        return sum(read.estimate.predicted_s for read in self.reads)
+        return PULL_S + sum(read.estimate.predicted_s for read in self.reads)
 
     def terms(self) -> list[dict[str, Any]]:
         """Return what in-engine connectors call the decisions on each prefill stage, by those names."""

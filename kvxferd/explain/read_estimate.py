@@ -111,7 +111,11 @@ def estimate_read(
     """Return the way that is predicted to be faster; `num_bytes`, `num_runs` are those of the request."""
     requests = [CoverExpander(one.plan).prepare(one.local, one.remote) for one in samples]
     forms = [
-        FormCount(form.rank, form.form, max(1, round(form.num_stretches * one.times)))
+        FormCount(
+            form.rank,
+            form.form,
+            *(max(1, round(num * one.times)) for num in (form.num_stretches, form.num_descriptors)),
+        )
         for one, request in zip(samples, requests, strict=True)
         if request is not None
         for form in request.forms()

@@ -144,14 +144,16 @@ class _Piece(NamedTuple):
     read: GroupRead
     blocks: _Alike
     tables: dict[RegionPair, _Table]
+    apart_share: float  # of all remote blocks of the group read: those that follow no other one of them
 
 
 class FormCount(NamedTuple):
-    """How many stretches of a form a pull reads from a rank."""
+    """How many stretches of a form a pull reads from a rank, and by how many reads."""
 
     rank: Rank
     form: StretchForm
     num_stretches: int
+    num_descriptors: int  # one for stretches that follow one another
 
 
 class CoverRequest:
@@ -162,10 +164,13 @@ class CoverRequest:
 
     def forms(self) -> Iterator[FormCount]:
         """Yield what the stretches are, from which the cost of each way to read follows."""
-        for read, blocks, tables in self._pieces:
-            for table in tables.values():
+        for read, blocks, tables, apart_share in self._pieces:
+            for key, table in tables.items():
                 for form, remote, _ in table.classes or ():
-                    yield FormCount(read.rank, form, len(remote) * len(blocks.remote_block))
+                    num_stretches = len(remote) * len(blocks.remote_block)
+                    # Where a stretch is all of its block, the next block's follows it.
+                    share = apart_share if form.size_bytes == key.remote_block_stride else 1.0
+                    yield FormCount(read.rank, form, num_stretches, max(1, round(num_stretches * share)))
 
     def parts(
         self,
@@ -183,7 +188,7 @@ class CoverRequest:
         """
         part: dict[Rank, CoveredRank] = {}
         room = 1.0
-        for read, blocks, tables in self._pieces:
+        for read, blocks, tables, _ in self._pieces:
             num_stretches = sum(table.num_stretches for table in tables.values())
             num_runs = sum(table.num_runs for table in tables.values())
             per_block = max(num_stretches / max_stretches, num_runs / max_runs)
@@ -230,6 +235,8 @@ class CoverExpander:
         room = MAX_REQUEST_TABLE_BYTES
         for number, read in enumerate(self.plan.group_reads):
             segments = common_segments(read, local[read.local.group], remote[read.remote.group])
+            gaps = np.diff(np.sort(segments.remote_block))
+            apart_share = (1 + np.count_nonzero(gaps > 1)) / (1 + np.count_nonzero(gaps))
             alike = list(islice(_group_by_remote_block(segments), MAX_SIGNATURES + 1))
             if len(alike) > MAX_SIGNATURES:
                 return None
@@ -240,7 +247,7 @@ class CoverExpander:
                 room -= _size_of(tables)
                 if room < 0 or not tables:
                     return None
-                pieces.append(_Piece(read, blocks, tables))
+                pieces.append(_Piece(read, blocks, tables, apart_share))
         return CoverRequest(pieces)
 
 

@@ -1,8 +1,9 @@
 """What reads cost: a model of two constants for each remote agent, and one for copies here.
 
     direct    descriptors * descriptor_s + bytes / bytes_per_s
-    covering  stretches * descriptor_s + covered bytes / bytes_per_s, beside bytes / copy_bytes_per_s
+    covering  descriptors * descriptor_s + covered bytes / bytes_per_s, beside bytes / copy_bytes_per_s
 
+Stretches that follow one another in the source are one descriptor. A pull takes `PULL_S` more, either way.
 A scatter runs beside the next chunk's read. So the longer one counts, and the last chunk's copy.
 
 The constants start where CMA was measured, and every slice corrects them. A slice changes each constant by
@@ -11,6 +12,8 @@ bandwidth. So no name of a card and no count of blocks decides.
 
 A pull is more than its slices: it waits between them, and several agents are read at one time. `learn_pull`
 corrects for that, by one factor for each agent and way.
+
+The first read from an agent waits until the connection is made: it teaches nothing.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ MAX_PULL_CORRECTION = 2.5
 PULL_LEARNING_RATE = 0.4
 FORGETTING = 0.95  # of the other way's correction, with each pull: a way that is not chosen gets its chance
 MIN_LEARNT_PULL_S = 1e-3
+# What a pull takes on top, however little it reads: with long runs 4 MiB took 1.35 ms and 64 MiB 15.3.
+PULL_S = 0.4e-3
 
 
 class ReadShape(NamedTuple):
@@ -67,6 +72,11 @@ class LinkCosts:
     _elapsed_s: float = field(default=0.0, compare=False)
     _num_slices: int = field(default=0, compare=False)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a read from it was done."""
+        return self.last_done_at > 0.0
+
     def predict_s(self, read: ReadShape) -> float:
         """Return how long the network takes for it."""
         return read.num_descriptors * self.descriptor_s + read.num_bytes / self.bytes_per_s
@@ -77,6 +87,9 @@ class LinkCosts:
         Slices of one agent follow one another on the wire, and several are seen to be done at one time: the
         first of them seems to take as long as all, and the others no time.
         """
+        if not self.is_connected:
+            self.last_done_at = done_at
+            return
         is_full = self._num_slices >= MAX_SLICES_TOGETHER and done_at > self.last_done_at
         if is_full or posted_at > self.last_done_at:
             self.flush()
@@ -116,12 +129,13 @@ class LinkCosts:
 class Choice:
     """How one pull reads from each rank."""
 
-    agents: dict[Rank, AgentName] = field(default_factory=dict)  # of all ranks that it reads from
+    # Of the ranks that it reads from over a connection that there is: of these its time teaches something.
+    agents: dict[Rank, AgentName] = field(default_factory=dict)
     covered: dict[Rank, frozenset[StretchForm]] = field(
         default_factory=dict
     )  # ranks without any are left out
     direct_s: float = 0.0  # how long the pull takes if all its reads are direct
-    chosen_s: float = 0.0  # and as chosen
+    chosen_s: float = 0.0  # and as chosen; neither counts `PULL_S`
 
     def pays(self, rank: Rank, form: StretchForm) -> bool:
         """Whether stretches of this form are covered."""
@@ -151,7 +165,7 @@ class CostModel:
                 continue
             link.flush()
             if choice.chosen_s >= MIN_LEARNT_PULL_S:
-                link.correct(elapsed_s / choice.chosen_s, rank in choice.covered)
+                link.correct((elapsed_s - PULL_S) / choice.chosen_s, rank in choice.covered)
 
     def forget(self, agent: AgentName) -> None:
         """Forget an agent that was dropped."""
@@ -172,11 +186,12 @@ class CostModel:
         can_cover: Callable[[Rank, StretchForm], bool] = always,
     ) -> Choice:
         """Choose for each rank and form the way that is predicted to take less, of those that there are."""
-        by_rank: dict[Rank, dict[StretchForm, int]] = {}
-        for one in forms:
-            counts = by_rank.setdefault(one.rank, {})
-            counts[one.form] = counts.get(one.form, 0) + one.num_stretches
-        choice = Choice({rank: agents[rank] for rank in by_rank})
+        by_rank: dict[Rank, dict[StretchForm, tuple[int, int]]] = {}
+        for rank, form, num_stretches, num_descriptors in forms:
+            counts = by_rank.setdefault(rank, {})
+            stretches, descriptors = counts.get(form, (0, 0))
+            counts[form] = stretches + num_stretches, descriptors + num_descriptors
+        choice = Choice({rank: agents[rank] for rank in by_rank if self.link(agents[rank]).is_connected})
         for rank, counts in by_rank.items():
             self._choose_for(choice, rank, counts, self.link(agents[rank]), can_cover)
         return choice
@@ -185,15 +200,15 @@ class CostModel:
         self,
         choice: Choice,
         rank: Rank,
-        counts: dict[StretchForm, int],
+        counts: dict[StretchForm, tuple[int, int]],
         link: LinkCosts,
         can_cover: Callable[[Rank, StretchForm], bool],
     ) -> None:
         direct_s = rest_s = read_s = copy_s = 0.0
         covered = []
-        for form, count in counts.items():
+        for form, (count, num_descriptors) in counts.items():
             by_runs = count * link.predict_s(ReadShape(form.num_copies, form.num_bytes))
-            by_stretches = count * link.predict_s(ReadShape(1, form.size_bytes))
+            by_stretches = link.predict_s(ReadShape(num_descriptors, count * form.size_bytes))
             copies = count * form.num_bytes / self.copy_bytes_per_s
             direct_s += by_runs
             if max(by_stretches, copies) < by_runs and can_cover(rank, form):

@@ -17,7 +17,7 @@ from kvxferd.mover.reads.region_map import RegionMap, split_by_memory
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds
 from kvxferd.plan import Expander, Runs
 from kvxferd.plan.covering import CoveredRank, CoverExpander
-from kvxferd.plan.read_costs import Choice, ReadShape
+from kvxferd.plan.read_costs import PULL_S, Choice, ReadShape
 from kvxferd.wire.mover import PullOutcome, StartPull
 
 
@@ -230,5 +230,5 @@ class PullState:
             wire_s=data_done_at - self.first_post_at if self.first_post_at is not None else 0.0,
             fence_s=now - self.fence_posted_at if self.fence_posted_at is not None else 0.0,
             covered_bytes=self.num_bytes_covered,
-            predicted_s=self.choice.chosen_s if self.choice is not None else 0.0,
+            predicted_s=self.choice.chosen_s + PULL_S if self.choice is not None else 0.0,
         )

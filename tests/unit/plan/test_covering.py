@@ -52,6 +52,24 @@ def test_a_larger_remote_block_is_read_once() -> None:
     assert stretches.num_bytes == stretches.covered_bytes
 
 
+@pytest.mark.parametrize(
+    ("plan", "mine"),
+    [
+        (plan_between(engine(layout="NHD"), engine()), [0, 1, 2, 3]),
+        (plan_between(engine(block_tokens=8), engine(block_tokens=4)), [0, 1]),
+    ],
+)
+@pytest.mark.parametrize(("theirs", "want"), [([5, 9, 7, 2], 16), ([9, 5, 8, 6], 8), ([4, 3, 6, 5], 4)])
+def test_descriptors_are_counted_as_they_are_posted(
+    plan: Plan, mine: list[int], theirs: list[int], want: int
+) -> None:
+    """Four blocks of each of the source's 4 tensors; blocks that follow one another are read at once."""
+    request = CoverExpander(plan).prepare(blocks(mine), blocks(theirs))
+    assert request is not None
+    assert sum(one.num_descriptors for one in request.forms()) == want
+    assert CoverSlicer(covered(plan, mine, theirs).stretches).num_descriptors == want
+
+
 def test_a_stretch_is_no_longer_than_a_blocks_stride() -> None:
     """Items of 4 bytes, 4 bytes apart from the next block's: the gap between two items is of other blocks."""
     runs = (np.array([0, 4, 8]), np.array([0, 40, 80]), np.array([4, 4, 4]))
