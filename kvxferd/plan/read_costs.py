@@ -29,7 +29,7 @@ from kvxferd.plan.stretches import StretchForm
 # Of CMA on two cores: 262,144 runs of 256 bytes took 621 ms, and 64 MiB in one run 7 ms.
 START_DESCRIPTOR_S = 2.3e-6
 START_BYTES_PER_S = 8e9
-START_COPY_BYTES_PER_S = 2.5e9
+START_COPY_BYTES_PER_S = 4e9
 LEARNING_RATE = 0.25
 # A shorter slice is mostly a round trip and the pause between two polls, which are no descriptor's.
 MIN_LEARNT_S = 0.2e-3
