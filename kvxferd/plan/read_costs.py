@@ -211,7 +211,9 @@ class CostModel:
             by_stretches = link.predict_s(ReadShape(num_descriptors, count * form.size_bytes))
             copies = count * form.num_bytes / self.copy_bytes_per_s
             direct_s += by_runs
-            if max(by_stretches, copies) < by_runs and can_cover(rank, form):
+            # A stretch of one copy is a run, and runs that follow one another are one descriptor too.
+            is_shorter = form.num_copies > 1 and max(by_stretches, copies) < by_runs
+            if is_shorter and can_cover(rank, form):
                 covered.append(form)
                 read_s += by_stretches
                 copy_s += copies

@@ -132,6 +132,8 @@ def test_stretches_that_follow_one_another_are_one_descriptor() -> None:
     apart, joined = (model.choose([FormCount(SOURCE, one, 8192, num)], AGENTS) for num in (8192, 2048))
     assert apart.chosen_s - joined.chosen_s == pytest.approx(6144 * 2.3e-6)
     assert apart.direct_s == joined.direct_s
+    run = form(1, 8192)
+    assert not model.choose([FormCount(SOURCE, run, 8192, 1)], AGENTS).covered, "it is one read directly too"
 
 
 def test_slices_that_are_done_in_bursts_teach_their_mean() -> None:
