@@ -229,13 +229,14 @@ class Aftermath:
         ends: dict[Code, Callable[[Transfer], None]] = {
             Code.UNPUBLISHED: lambda transfer: publisher.do(lambda: publisher.unpublish(transfer)),
             Code.CANCELLED: lambda transfer: cancel_transfer(world, transfer),
-            Code.SUSPENDED: lambda _: (rank := rng.choice(source.ranks)).do(rank.suspend),
+            Code.SUSPENDED: lambda _: (slept := rng.choice(source.ranks)).do(slept.suspend),
             Code.LEASE_EXPIRED: lambda _: None,
         }
         if others:
             lost = rng.choice(others)
             ends[Code.RANK_LOST] = lambda _: source.ranks[lost].kill()
-            source.ranks[lost].do(source.ranks[lost].report_early)
+        for rank in source.ranks:
+            rank.do(rank.report_early)
         code = rng.choice(list(ends))
         transfer = self._publish(source)
         within_s = ENDS_WITHIN_S
