@@ -76,7 +76,9 @@ LATER_S = {
 }  # fmt: skip
 USUAL_WARNING = "read directly, not covered"  # where staging memory is low
 ENDS_WITHIN_S = 2.0
-GROWS_SHARE = 0.3  # of the transfers
+GROWS_SHARE = 0.5  # of the transfers
+LAST_STEP_IS_LATE = frozenset({Hardship.NONE, Hardship.LONG_PREFILL, Hardship.LONGER_PREFILL})
+LAST_STEP_S = 1.5  # less than a request waits for its repetition
 HOME_IS_BEHIND = frozenset({
     Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE, Hardship.READERS_MOVER_DIES,
     Hardship.REQUEST_IS_CUT_OFF, Hardship.END_IS_CUT_OFF,
@@ -173,6 +175,8 @@ class Aftermath:
             hardship = Hardship.MESSAGES  # its home asks another node's mover again, which takes two seconds
         self._is_home_behind, self._is_full = hardship in HOME_IS_BEHIND, False
         transfer = self._publish(source, hardship is Hardship.READ_FAILS)
+        if hardship in LAST_STEP_IS_LATE:
+            transfer.last_step_s = self._rng.choice((0.0, LAST_STEP_S))
         transfer.is_read_early = hardship in (Hardship.READ_FAILS, Hardship.LONGER_PREFILL)
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name}: {hardship.value}")
         before = len(world.wanted)

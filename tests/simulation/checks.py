@@ -26,6 +26,7 @@ class Check(StrEnum):
     UNTOUCHED = "nobody writes blocks that are not a pull's"
     BEFORE_KERNELS = "nobody writes blocks before the kernels that use them have ended"
     NOT_WHOLE = "a pull that is not progressive reads nothing before all is written"
+    PROGRESS = "a progressive pull has read what it can before its source writes the rest"
     FREED = "nobody has memory that was given back"
     ONE_END = "a pull ends once, and is quiesced once and only where it was in doubt"
     DEADLINE = "a pull ends within its deadline"

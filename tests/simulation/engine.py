@@ -25,7 +25,14 @@ from tests.simulation.history import End
 from tests.simulation.kernel import Process, Task
 from tests.simulation.reasons import OF_LIARS_PUBLISH
 from tests.simulation.safety import writers_of
-from tests.simulation.shapes import Deployment, RankShape, draw_request, own_lists, split_publish
+from tests.simulation.shapes import (
+    Deployment,
+    RankShape,
+    draw_request,
+    first_piece,
+    own_lists,
+    split_publish,
+)
 from tests.simulation.store import MemoryKind, Store
 
 if TYPE_CHECKING:
@@ -55,6 +62,7 @@ KERNELS_S = (0.0, 0.001, 0.02, 0.3)
 MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer, and a progressive pull waits for its source
 FEW_READERS = {"acknowledged", "core.source.transfer_table MAX_READERS"}  # of `LOW_NUMBERS`
 LOW_LIMIT = 3  # of an engine's transfers, and of a rank's pulls, where limits are low
+PIECE_S = 1.0  # within which a pull at rest has read a first piece
 REFUSED_S = 3.0  # within which what is too much has been refused
 PREPARE_SHARE, PREPARE_GROWING_SHARE = 0.3, 0.8  # of requests that are announced before they are pulled
 LEAVE_S = 6.0  # within which a process that closes its session has ended
@@ -127,6 +135,7 @@ class Transfer:
     prepared: dict[Worker, float] = field(default_factory=dict)  # since when, by ranks that have not pulled
     last_read: float = 0.0  # when a pull of it has last ended
     is_read_early: bool = False  # each pull of it is progressive
+    last_step_s: float = 0.0  # from the step before to the last one, on each rank; 0: it is drawn
 
     @property
     def name(self) -> tuple[EngineId, Generation, TransferId]:
@@ -637,13 +646,18 @@ class Worker:
         """Write the next tokens of a transfer some time later, and report it."""
         if number < len(transfer.steps):
             delays_s = (0.001, 0.01, 0.1, 0.3) if len(transfer.steps) > 1 else (0.0, 0.001, 0.02)
-            self.world.after(self.world.rng.choice(delays_s), self.do, lambda: self.report(transfer, number))
+            delay_s = self.world.rng.choice(delays_s)
+            if number == len(transfer.steps) - 1:
+                delay_s = transfer.last_step_s or delay_s
+            self.world.after(delay_s, self.do, lambda: self.report(transfer, number))
 
     def report(self, transfer: Transfer, number: int) -> None:
         """Write the tokens of a step, and report it."""
         if transfer.is_over or not self.is_ready:
             return
         self._check_unread(transfer)
+        if transfer.last_step_s and number == len(transfer.steps) - 1:
+            self._check_read_early(transfer)
         step = transfer.steps[number]
         kernels = self._write_on_all(transfer, transfer.steps[number - 1] if number else 0, step)
         is_publisher = self is transfer.publisher
@@ -683,6 +697,22 @@ class Worker:
             if store is not None and not may_read and store.is_written(pull.lists):
                 text = f"the pull of {pull.worker.name} of {transfer.transfer_id} has read before {self.name}"
                 self.world.violate(Check.NOT_WHOLE, f"{text} has written all")
+
+    def _check_read_early(self, transfer: Transfer) -> None:
+        """Before this rank reports the last step, progressive pulls have read of those before."""
+        steps = [step for step in transfer.steps[:-1] if step] or [0]
+        # As usual what comes behind a step that is no piece is too small for one, too.
+        takes_small = "core.sink.pull MIN_PIECE_BYTES" in self.world.traits.small_numbers
+        known = steps[-1 if takes_small else 0]
+        for pull in transfer.pulls:
+            worker, since = pull.worker, self.world.kernel.now - PIECE_S
+            if not pull.is_progressive or pull.ended or pull.began > since or worker.store is None:
+                continue
+            assert worker.shape is not None
+            wanted = first_piece(worker.shape.layout, pull.lists)
+            if 0 < wanted <= known and not worker.store.is_written(pull.lists):
+                text = f"the pull of {worker.name} of {transfer.transfer_id} has read nothing of {known} tokens"
+                self.world.violate(Check.PROGRESS, f"{text}, before {self.name} reports the last")
 
     def report_early(self) -> None:
         """Report a transfer that is never published."""

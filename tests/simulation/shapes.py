@@ -6,6 +6,7 @@ each other. An engine has one pool of block ids for all of its groups, because g
 
 from __future__ import annotations
 
+import math
 import mmap
 import random
 from collections.abc import Mapping, Sequence
@@ -245,6 +246,22 @@ def draw_request(
 def own_lists(layout: RankLayout, lists: Mapping[str, BlockList]) -> Lists:
     """Return the lists of the groups that a rank has: those that it gives to `pull`."""
     return {group.name: lists[group.name] for group in layout.groups}
+
+
+def first_piece(layout: RankLayout, lists: Mapping[str, BlockList]) -> int:
+    """Return up to which token a source must have written for a pull to read some of it; 0: it reads all last.
+
+    States and sliding windows are read last. Pieces end where the rank's blocks and its turns of tokens do.
+    """
+    steps, begins = [], []
+    for tensor in layout.tensors:
+        group = next(group for group in layout.groups if group.name == tensor.group)
+        if group.kind is GroupKind.ATTENTION and group.sliding_window is None:
+            turn = group.token_shard.count * group.token_shard.interleave
+            steps += [tensor.granule_tokens, span_of(group), turn]
+            begins.append(lists[group.name].first_token)
+    step = math.lcm(*steps)
+    return (min(begins) // step + 1) * step if begins else 0
 
 
 def split_publish(

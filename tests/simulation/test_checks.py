@@ -151,6 +151,7 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.UNTOUCHED, "no blocks are lent", Store, "lend", _nothing),
     (Check.BEFORE_KERNELS, "kernels end early", Kernels, "query", lambda self: True),
     (Check.NOT_WHOLE, "all is written", Store, "is_written", lambda self, lists: True),
+    (Check.PROGRESS, "nothing is written", Store, "is_written", lambda self, lists: False),
     (Check.FREED, "all have all memory", SimTransport, "has_any", lambda self, ranges: True),
     (Check.ONE_END, "two ends", Worker, "_handle", _twice(client.Delivered)),
     (Check.DEADLINE, "an end is lost", Worker, "_handle", _without(client.Failed, lambda *_: True)),
