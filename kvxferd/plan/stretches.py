@@ -142,7 +142,7 @@ def _gather(runs_of_blocks: Sequence[OffsetRuns], max_bytes: int) -> _Runs | Non
 
 def _cut_long(runs: _Runs, max_bytes: int) -> _Runs:
     """Return the same bytes, no run longer than `max_bytes`."""
-    if not len(runs.length) or runs.length.max() <= max_bytes:
+    if runs.length.max() <= max_bytes:
         return runs
     num_parts = -(-runs.length // max_bytes)
     parent = np.repeat(np.arange(len(num_parts)), num_parts)

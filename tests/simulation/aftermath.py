@@ -78,7 +78,7 @@ USUAL_WARNING = "read directly, not covered"  # where staging memory is low
 ENDS_WITHIN_S = 2.0
 GROWS_SHARE = 0.5  # of the transfers
 LAST_STEP_IS_LATE = frozenset({Hardship.NONE, Hardship.LONG_PREFILL, Hardship.LONGER_PREFILL})
-LAST_STEP_S = 1.5  # less than a request waits for its repetition
+LAST_STEP_S = 1.2  # with those before less than a request waits for its repetition
 HOME_IS_BEHIND = frozenset({
     Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE, Hardship.READERS_MOVER_DIES,
     Hardship.REQUEST_IS_CUT_OFF, Hardship.END_IS_CUT_OFF,
@@ -174,9 +174,9 @@ class Aftermath:
         ):
             hardship = Hardship.MESSAGES  # its home asks another node's mover again, which takes two seconds
         self._is_home_behind, self._is_full = hardship in HOME_IS_BEHIND, False
-        transfer = self._publish(source, hardship is Hardship.READ_FAILS)
+        transfer = self._publish(source, hardship in (Hardship.READ_FAILS, Hardship.LONGER_PREFILL))
         if hardship in LAST_STEP_IS_LATE:
-            transfer.last_step_s = self._rng.choice((0.0, LAST_STEP_S))
+            transfer.last_step_s = LAST_STEP_S
         transfer.is_read_early = hardship in (Hardship.READ_FAILS, Hardship.LONGER_PREFILL)
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name}: {hardship.value}")
         before = len(world.wanted)

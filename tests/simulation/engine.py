@@ -62,7 +62,7 @@ KERNELS_S = (0.0, 0.001, 0.02, 0.3)
 MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer, and a progressive pull waits for its source
 FEW_READERS = {"acknowledged", "core.source.transfer_table MAX_READERS"}  # of `LOW_NUMBERS`
 LOW_LIMIT = 3  # of an engine's transfers, and of a rank's pulls, where limits are low
-PIECE_S = 1.0  # within which a pull at rest has read a first piece
+PIECE_S = 0.9  # within which a pull at rest has read a first piece
 REFUSED_S = 3.0  # within which what is too much has been refused
 PREPARE_SHARE, PREPARE_GROWING_SHARE = 0.3, 0.8  # of requests that are announced before they are pulled
 LEAVE_S = 6.0  # within which a process that closes its session has ended
@@ -701,7 +701,7 @@ class Worker:
     def _check_read_early(self, transfer: Transfer) -> None:
         """Before this rank reports the last step, progressive pulls have read of those before."""
         steps = [step for step in transfer.steps[:-1] if step] or [0]
-        # As usual what comes behind a step that is no piece is too small for one, too.
+        # Usually what comes behind a step that is no piece is too small for one, too.
         takes_small = "core.sink.pull MIN_PIECE_BYTES" in self.world.traits.small_numbers
         known = steps[-1 if takes_small else 0]
         for pull in transfer.pulls:
@@ -711,8 +711,8 @@ class Worker:
             assert worker.shape is not None
             wanted = first_piece(worker.shape.layout, pull.lists)
             if 0 < wanted <= known and not worker.store.is_written(pull.lists):
-                text = f"the pull of {worker.name} of {transfer.transfer_id} has read nothing of {known} tokens"
-                self.world.violate(Check.PROGRESS, f"{text}, before {self.name} reports the last")
+                text = f"the pull of {worker.name} of {transfer.transfer_id} has read nothing"
+                self.world.violate(Check.PROGRESS, f"{text}, and {known} tokens are written")
 
     def report_early(self) -> None:
         """Report a transfer that is never published."""

@@ -249,7 +249,7 @@ def own_lists(layout: RankLayout, lists: Mapping[str, BlockList]) -> Lists:
 
 
 def first_piece(layout: RankLayout, lists: Mapping[str, BlockList]) -> int:
-    """Return up to which token a source must have written for a pull to read some of it; 0: it reads all last.
+    """Return up to which token a source must have written for a pull to read something; 0: all comes last.
 
     States and sliding windows are read last. Pieces end where the rank's blocks and its turns of tokens do.
     """

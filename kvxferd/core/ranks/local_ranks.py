@@ -283,8 +283,8 @@ class LocalRanks:
 
     def joined(self, session: Session, refusal: Refusal | None) -> None:
         """Make the session's rank ready, whose home has taken it; or refuse it."""
-        rank = session.rank
-        if rank is None or rank.state is not RankState.JOINING:
+        rank = session.local_rank  # one that has left gets no reply
+        if rank.state is not RankState.JOINING:
             return
         if refusal is None:
             self._make_ready(session, rank)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import socket
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 
 import pytest
 
@@ -28,12 +31,14 @@ from kvxferd.client.pulls import (
 from kvxferd.client.registration import RankRole
 from kvxferd.client.session import HANDSHAKE_TIMEOUT_S, REREGISTER_TIMEOUT_S, ClientSession
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import Endpoint, Incarnation, TransferId
+from kvxferd.ids import AgentName, BootId, Endpoint, Incarnation, TransferId
 from kvxferd.memory import FencePage
+from kvxferd.resident.thread_mover import ThreadMover
 from kvxferd.wire import worker
 from kvxferd.wire.common import Message
 from kvxferd.wire.limits import FENCE_SLOTS
-from tests.support.client_harness import LAYOUT, REF, REGION, SPEC
+from tests.support.client_harness import LAYOUT, REF, REGION, SPEC, WAIT_S
+from tests.support.memory_transport import Fabric, MemoryTransport
 
 BLOCKS = pack_blocks({"full": BlockList(ids=array("i", [1, 2]))}, None, "pull")
 WELCOME = worker.Welcome(
@@ -373,6 +378,24 @@ def test_memory_that_is_taken_back_stays_until_an_offered_mover_is_dead_and_is_o
     assert [type(message) for message in sent(session)] == [worker.Hello]
     session.movers_exited(1)
     assert events == [Suspended()]
+
+
+def test_a_lost_connection_ends_a_resident_mover_whose_daemon_stands_still() -> None:
+    fabric, movers = Fabric(), list[ThreadMover]()
+
+    def launch(boot: BootId, regions: tuple[worker.RegionExport, ...]) -> ThreadMover:
+        movers.append(ThreadMover(AgentName("resident"), regions, partial(MemoryTransport, fabric)))
+        return movers[-1]
+
+    memory = worker.RegionExport(REGION, 4096, kind="resident", address=4096)
+    session = ClientSession("rank", FenceSlots(FENCE_SLOTS), 1, lambda event: None)
+    session.register(RankRole(SPEC, LAYOUT, MemoryExport((memory,), ())), launch)
+    greeted(session, 0.0)
+    (mover,) = movers
+    with socket.socket(fileno=os.dup(mover.daemon_end)):  # while that is open, no mover ends by itself
+        session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
+        assert mover.wait(WAIT_S)
+    mover.close()
 
 
 def test_suspended_waits_for_the_reply_to_a_registration_that_is_under_way(page: FencePage) -> None:

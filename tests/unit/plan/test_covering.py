@@ -80,6 +80,13 @@ def test_a_stretch_is_no_longer_than_a_blocks_stride() -> None:
     assert one.form.size_bytes == 84
 
 
+def test_a_long_stretch_is_cut_between_its_runs() -> None:
+    runs = (np.arange(5) * 4, np.arange(5) * 8, np.full(5, 4))
+    one, rest = sorted(cover_block([runs], 1000, max_stretch_bytes=13) or (), key=lambda one: one.remote[0])
+    assert (one.remote.tolist(), one.form.size_bytes) == ([0, 16], 12)
+    assert (rest.remote.tolist(), rest.form.size_bytes) == ([32], 4)
+
+
 def test_a_gap_that_costs_more_than_a_descriptor_is_not_read() -> None:
     runs = (np.array([0, 4]), np.array([0, 5000]), np.array([4, 4]))
     (one,) = cover_block([runs], 10_000, max_gap_bytes=4995) or ()
