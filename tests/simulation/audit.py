@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvxferd.errors import Code
 from tests.simulation.checks import Check
 from tests.simulation.history import HISTORY, wrong_in_history
 from tests.simulation.interposed import set_on
@@ -257,7 +258,8 @@ class Requests:
             case "PeerHello":
                 self._hellos[wire] = number
             case "PeerRefused" if self._hellos.get(wire) == number and not self._forgets:
-                self._refused[wire] = number
+                if message["code"] == Code.BAD_VERSION:  # of one that cannot be read nothing is known
+                    self._refused[wire] = number
             case "PeerWelcome":
                 self._refused.pop(wire, None)
             case "ManifestReply" | "GrantReply" | "GrantsRenewed" as reply:
