@@ -17,7 +17,7 @@ from kvxferd.client.events import Emit
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, TransferId
-from kvxferd.layout import BlocksByGroup, append_ids
+from kvxferd.layout import BlocksByGroup, append_ids, freeze_ids
 from kvxferd.memory import FencePage
 from kvxferd.wire import worker
 from kvxferd.wire.common import RankIncarnations
@@ -132,7 +132,8 @@ class ClientPublishes:
         return worker.Publish(
             transfer_id=publish.transfer_id,
             nonce=publish.nonce,
-            blocks=publish.blocks,
+            # What is sent without the lock must not grow meanwhile.
+            blocks={name: freeze_ids(listed) for name, listed in publish.blocks.items()},
             num_tokens=publish.num_tokens,
             fence_slot=publish.slot,
             num_readers=publish.num_readers,
@@ -205,7 +206,7 @@ class ClientPublishes:
         self._fence.switch_page(page)
 
     def replay(self, now: float, lease_s: float) -> list[ClientPublish | worker.Ready]:
-        """Return the transfers to publish again, and behind them each `Ready` for another session's.
+        """Return the transfers to publish again, and behind them each `Ready` that came before its publish.
 
         Words are fresh: what the last daemon granted cannot be told from what was released. A `ready`
         for another session's transfer is not sent again once a default lease has passed: that
@@ -216,7 +217,8 @@ class ClientPublishes:
         for publish in self._live.values():
             publish.replayed = True
             self._fence.refresh(publish.slot)
-        for transfer_id in [t for t, record in self._ready.items() if now >= record.at + lease_s]:
+        ended = [t for t, one in self._ready.items() if t not in self._live and now >= one.at + lease_s]
+        for transfer_id in ended:
             del self._ready[transfer_id]
         reports = [
             worker.Ready(transfer_id=t, incarnation=record.incarnation, ready_tokens=record.ready_tokens)

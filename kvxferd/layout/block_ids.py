@@ -100,6 +100,13 @@ def append_ids(kept: PackedBlocks, added: Buffer) -> PackedBlocks:
     return PackedBlocks(cast(bytes, grown), kept.first_token, kept.state_at)
 
 
+def freeze_ids(kept: PackedBlocks) -> PackedBlocks:
+    """Return a list that stays as it is, also where `append_ids` makes `kept` longer."""
+    if isinstance(kept.ids, bytearray):
+        return PackedBlocks(bytes(kept.ids), kept.first_token, kept.state_at)
+    return kept
+
+
 def pack_ids(ids: Buffer | Sequence[int]) -> bytes:
     """Return block ids as packed little-endian int32.
 

@@ -129,7 +129,7 @@ class LinkCosts:
 class Choice:
     """How one pull reads from each rank."""
 
-    # Of the ranks that it reads from over a connection that there is: of these its time teaches something.
+    # Of the ranks that it reads from; none where it has to connect, so that its time teaches nothing.
     agents: dict[Rank, AgentName] = field(default_factory=dict)
     covered: dict[Rank, frozenset[StretchForm]] = field(
         default_factory=dict
@@ -191,7 +191,9 @@ class CostModel:
             counts = by_rank.setdefault(rank, {})
             stretches, descriptors = counts.get(form, (0, 0))
             counts[form] = stretches + num_stretches, descriptors + num_descriptors
-        choice = Choice({rank: agents[rank] for rank in by_rank if self.link(agents[rank]).is_connected})
+        choice = Choice()
+        if all(self.link(agents[rank]).is_connected for rank in by_rank):
+            choice.agents = {rank: agents[rank] for rank in by_rank}
         for rank, counts in by_rank.items():
             self._choose_for(choice, rank, counts, self.link(agents[rank]), can_cover)
         return choice

@@ -38,6 +38,8 @@ class RemoteAgents:
     def drop(self, agent: AgentName) -> None:
         """Drop an agent as soon as no read from it is in flight, unless it is loaded again before."""
         if self._metadata.pop(agent, None) is not None:
+            if self._load_errors.pop(agent, None) is not None:  # of these metadata alone
+                self._stale.discard(agent)
             self._drop_if_idle(agent)
 
     def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:

@@ -32,6 +32,7 @@ from kvxferd.client.registration import RankRole
 from kvxferd.client.session import HANDSHAKE_TIMEOUT_S, REREGISTER_TIMEOUT_S, ClientSession
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, Incarnation, TransferId
+from kvxferd.layout import pack_ids
 from kvxferd.memory import FencePage
 from kvxferd.resident.thread_mover import ThreadMover
 from kvxferd.wire import worker
@@ -310,6 +311,27 @@ def test_readiness_for_others_is_not_said_again_after_a_lease(requests: Requests
     for now, said in ((30.9, [name]), (31.0, [])):
         publish, *reports = requests.publishes.replay(now, lease_s=30.0)
         assert (publish, [report.transfer_id for report in reports]) == (own, said)
+
+
+def test_what_a_rank_reports_before_its_own_publish_is_said_again_as_long_as_that_lives(
+    requests: Requests,
+) -> None:
+    own = requests.publish(expires_at=90.0)
+    requests.publishes.remember_ready(own.transfer_id, now=1.0, incarnation=Incarnation("first"))
+    publish, report = requests.publishes.replay(80.0, lease_s=30.0)
+    assert (publish, report.transfer_id) == (own, own.transfer_id)
+
+
+def test_a_publish_that_is_being_sent_does_not_grow(requests: Requests) -> None:
+    own = requests.publish(expires_at=90.0)
+    before = bytes(own.blocks["full"].ids)
+    for number in (1, 2):  # the first makes a list that grows in place
+        added = pack_blocks({"full": BlockList(ids=array("i", [number]))}, None, "add")
+        requests.publishes.add_blocks(own, added, now=1.0)
+        if number == 1:
+            sent = requests.publishes.build_message(own, epoch=1, now=1.0)
+    assert sent is not None
+    assert sent.blocks["full"].ids == before + pack_ids([1])
 
 
 # --- daemons that do not reply, and memory that is taken back

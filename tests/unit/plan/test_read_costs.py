@@ -117,6 +117,15 @@ def test_what_waited_for_the_connection_teaches_nothing() -> None:
     assert model.link(AGENT) == LinkCosts(last_done_at=10.0)
 
 
+def test_a_pull_that_connects_to_one_agent_teaches_nothing_of_others() -> None:
+    model, other = connected_model(), Rank(0, 1)
+    before = model.link(AGENT).direct_correction
+    forms = [FormCount(rank, form(1, 1 << 20), 64, 64) for rank in (SOURCE, other)]
+    choice = model.choose(forms, AGENTS | {other: AgentName("other")})
+    model.learn_pull(choice, 50 * choice.chosen_s)
+    assert model.link(AGENT).direct_correction == before
+
+
 def test_what_every_pull_takes_corrects_nothing() -> None:
     model = connected_model()
     choice = choose(model, covered=True)

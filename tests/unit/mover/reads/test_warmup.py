@@ -92,6 +92,10 @@ def test_a_slot_comes_back_unless_something_may_still_land_there(rig: Rig, settl
 def test_an_agent_that_is_dropped_and_loaded_again_while_it_is_met_can_be_read(rig: Rig) -> None:
     rig.fabric.stalled.add(THERE)
     rig.connecting.start(THERE, rig.address)
+    another, memory = MemoryTransport(rig.fabric, AgentName("another")), MemoryRange(rig.address, 4096)
+    another.register(memory)
+    rig.remotes.load(THERE, another.metadata([memory]))  # an error of the former life
+    assert rig.remotes._ensure_loaded(THERE)
     rig.remotes.drop(THERE)
     rig.remotes.load(THERE, rig.metadata)
     assert not rig.remotes._ensure_loaded(THERE)
