@@ -121,11 +121,9 @@ class Overheard:
     def too_many(self, source: Engine, sink: Engine, transfer: Transfer) -> list[str]:
         """Return of which kinds there are more requests than the transfer takes."""
         sent = Counter(kind for _, kind, _, name in self._requests if name in ("", transfer.transfer_id))
-        each = {
-            "ManifestRequest": source.num_ranks,
-            "GrantRequest": 2 + 2 * len(transfer.steps),
-            "ReleaseGrant": 2,
-        }
+        each = {"ManifestRequest": source.num_ranks, "ReleaseGrant": 2}
+        if not self._world.traits.part_bytes:  # else each page of block ids is asked for
+            each["GrantRequest"] = 2 + 2 * len(transfer.steps)
         most = {kind: each.get(kind, 1) * sink.num_ranks for kind in (*each, "Acknowledge")}
         return [f"{sent[kind]} times {kind}" for kind in most if sent[kind] > most[kind]]
 

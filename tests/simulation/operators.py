@@ -32,12 +32,15 @@ class Operator:
         self._spawn(node, lambda: self._run(node, "GET", path))
 
     def post(self, node: str, path: str, then: Callable[[], None] = lambda: None) -> None:
-        """Start a process that tells a node's daemon something; `then` is called once that has replied."""
+        """Start a process that tells a node's daemon something; `then` is called once that is done.
+
+        It is not done where the daemon has not heard yet of what it is to end.
+        """
 
         def run() -> None:
             with suppress(OSError):
-                self._run(node, "POST", path)
-                then()
+                if self._run(node, "POST", path):
+                    then()
 
         self._spawn(node, run)
 
@@ -61,25 +64,26 @@ class Operator:
     def _spawn(self, node: str, run: Callable[[], None]) -> None:
         self._world.kernel.spawn(f"operator of {node}", run, uid=os.geteuid())
 
-    def _run(self, node: str, method: str, path: str) -> None:
+    def _run(self, node: str, method: str, path: str) -> bool:
+        """Send a request; return whether it was done."""
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(self._world.directory / node / "control.sock"))
             sock.setblocking(False)
             sock.send(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            self.replies[node, path] = self._receive(sock)
+            head, self.replies[node, path] = self._receive(sock)
         self.num_left -= method == "GET"
+        return head.startswith(b"http/1.1 2")
 
-    def _receive(self, sock: socket.socket) -> bytes:
-        """Return a reply's body."""
+    def _receive(self, sock: socket.socket) -> tuple[bytes, bytes]:
+        """Return a reply's head, in small letters, and its body."""
         got = b""
         while True:
             head, end, body = got.partition(b"\r\n\r\n")
             if end:
-                (size,) = [
-                    line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
-                ]
+                head = head.lower()
+                (size,) = [line for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
                 if len(body) >= int(size.split(b":")[1]):
-                    return body
+                    return head, body
             if not self._world.kernel.wait(((sock.fileno(), _POLLIN),), REPLY_S):
                 raise TimeoutError("a daemon does not reply to its operator")
             if not (more := sock.recv(1 << 20)):
