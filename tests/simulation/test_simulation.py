@@ -93,7 +93,7 @@ def test_lies_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_bytes_are_noticed_and_their_cause_is_cut_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Movers that believe every fence word deliver what the source has overwritten."""
     monkeypatch.setattr(PullEngine, "_check_fence_word", lambda self, pull, now: None)
-    tally = runs.run_many(1, 3000)
+    tally = runs.run_many(2, 3000)
     assert list(tally.broken) == [Check.RIGHT_BYTES.name]
     (failed,) = tally.failed
     shrinker = Shrinker(Plan.draw(failed.seed, runs.size_of(failed.seed)), max_runs=24)
