@@ -337,10 +337,10 @@ class Aftermath:
         transport.stalls_until = self._world.kernel.now + 1.0
         self._world.planned_messages.append(PlannedMessage(0.05, fail, name="GrantReply"))
 
-    @staticmethod
-    def _break_connection(transport: SimTransport) -> None:
-        for agent in transport.agents_read_from:
-            transport.lose_connection(agent)
+    def _break_connection(self, transport: SimTransport) -> None:
+        """Break one: where all break, each buffer through which a mover stages may be in doubt for long."""
+        if agents := transport.agents_read_from:
+            transport.lose_connection(self._rng.choice(agents))
 
     def _stall(self, transport: SimTransport) -> None:
         transport.stalls_until = self._world.kernel.now + LONG_READ_S
