@@ -189,10 +189,11 @@ def test_daemons_take_a_publish_that_grows() -> None:
 
 
 def extend(published: dict[GroupName, PackedBlocks], part: Lists) -> None:
-    """Add blocks behind those that are published, as a daemon does."""
+    """Add blocks behind those that are published, or a state in the former's place, as a daemon does."""
     for name, added in pack(part).items():
         before = published.get(name)
-        published[name] = PackedBlocks(before.ids + added.ids, before.first_token) if before else added
+        is_first = before is None or not before.ids or added.state_at >= 0  # a state in its former place
+        published[name] = added if is_first else PackedBlocks(before.ids + added.ids, before.first_token)
 
 
 def test_content_lies_where_brute_force_finds_it() -> None:
