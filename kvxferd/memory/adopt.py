@@ -106,9 +106,10 @@ def _make_private_again(start: int, length: int) -> None:
 
 def _mapping_of_block(block: int) -> tuple[int, int]:
     """Return start and length of the mapping that glibc made for this block alone. Raises EngineError."""
-    allocator = _malloc_library()
-    if not Path(allocator).name.startswith("libc.so"):
-        raise _cannot_adopt(block, f"malloc is {allocator}, whose blocks share their mappings")
+    allocators = _malloc_libraries()
+    if not all(Path(file).name.startswith("libc.so") for file in allocators):
+        names = " and ".join(allocators)
+        raise _cannot_adopt(block, f"malloc is {names}, whose blocks share their mappings")
     header = block - _HEADER_BYTES
     if not _is_private(header, block):
         raise _cannot_adopt(
@@ -130,17 +131,21 @@ def _mapping_of_block(block: int) -> tuple[int, int]:
     return start, length
 
 
-def _malloc_library() -> str:
-    """Return the path of the library whose malloc this process uses."""
+def _malloc_libraries() -> list[str]:
+    """Return the paths of the libraries whose malloc, posix_memalign and free this process uses."""
     libc = ctypes.CDLL(None)
     libc.dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(_DlInfo)]
     files = set()
     for function in (libc.malloc, libc.posix_memalign, libc.free):
         found = _DlInfo()
         if not libc.dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(found)) or not found.file:
-            return "unknown"
-        files.add(found.file.decode())
-    return files.pop() if len(files) == 1 else " and ".join(sorted(files))
+            return ["unknown"]
+        files.add(os.path.realpath(found.file.decode()))
+    if len(files) > 1:
+        # What an executable calls may have an address of its own in it (Debian's Python is linked so). One
+        # that has an allocator of its own has all of these functions.
+        files.discard(os.path.realpath("/proc/self/exe"))
+    return sorted(files)
 
 
 def _is_private(start: int, end: int) -> bool:

@@ -110,7 +110,10 @@ class TestRefused:
         library = f"{tmp_path}/libother.so"
         source = (
             "extern void *__libc_malloc(unsigned long);"
+            "extern void *__libc_memalign(unsigned long, unsigned long);"
             "void *malloc(unsigned long size) { return __libc_malloc(size); }"
+            "int posix_memalign(void **to, unsigned long at, unsigned long size)"
+            "{ *to = __libc_memalign(at, size); return 0; }"
         )
         built = subprocess.run(
             ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=source, text=True, check=False
