@@ -20,7 +20,7 @@ def pack_blocks(
 ) -> BlocksByGroup:
     """Return `blocks` ready for the wire, copied unless they are borrowed.
 
-    `groups`: the names of the rank's groups, by name; None where there is no layout (a scheduler).
+    `groups`: each of the rank's groups, as a plain string by its name; None: no layout (a scheduler).
     Raises EngineError(blocks-invalid).
     """
     packed: BlocksByGroup = {}

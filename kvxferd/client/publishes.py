@@ -206,10 +206,10 @@ class ClientPublishes:
         self._fence.switch_page(page)
 
     def replay(self, now: float, lease_s: float) -> list[ClientPublish | worker.Ready]:
-        """Return the transfers to publish again, and behind them each `Ready` that came before its publish.
+        """Return the transfers to publish again, and behind them each `Ready` that no publish carries.
 
         Words are fresh: what the last daemon granted cannot be told from what was released. A `ready`
-        for another session's transfer is not sent again once a default lease has passed: that
+        for what is not published here is not sent again once a default lease has passed: that
         transfer may be over, and its id in use for blocks that are not written yet.
         """
         for transfer_id in [t for t, p in self._live.items() if now >= p.expires_at]:

@@ -172,10 +172,11 @@ class Aftermath:
         ):
             hardship = Hardship.MESSAGES  # its home asks another node's mover again, which takes two seconds
         self._is_home_behind, self._is_full = hardship in HOME_IS_BEHIND, False
-        transfer = self._publish(source, hardship in (Hardship.READ_FAILS, Hardship.LONGER_PREFILL))
+        is_read_early = hardship in (Hardship.READ_FAILS, Hardship.LONGER_PREFILL)
+        transfer = self._publish(source, is_read_early)
         if hardship in LAST_STEP_IS_LATE:
             transfer.last_step_s = LAST_STEP_S
-        transfer.is_read_early = hardship in (Hardship.READ_FAILS, Hardship.LONGER_PREFILL)
+        transfer.is_read_early = is_read_early
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name}: {hardship.value}")
         before = len(world.wanted)
         limit_s = PULL_S if hardship is Hardship.NONE else HARD_PULL_S
