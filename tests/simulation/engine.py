@@ -1195,11 +1195,14 @@ class Worker:
             )
         else:
             self._free(pull)
-        wanted = pull.wanted
-        if how != "delivered" and wanted.attempts < MAX_ATTEMPTS and not pull.transfer.is_of_liar:
+        wanted, is_at_rest = pull.wanted, world.fabric.is_hurried
+        # Of ranks that ask together a low limit may let in one after another.
+        is_turned_away = isinstance(event, client.Failed) and event.code == Code.BUSY
+        more = self.engine.num_ranks if is_at_rest and is_turned_away else 0
+        if how != "delivered" and wanted.attempts < MAX_ATTEMPTS + more and not pull.transfer.is_of_liar:
             # At rest as a patient engine does it: when a busy source has said.
-            delay_s = 1.0 if world.fabric.is_hurried else world.rng.choice((0.01, 0.2, 1.0))
-            deadline_s = PATIENT_S if world.fabric.is_hurried else None
+            delay_s = 1.0 if is_at_rest else world.rng.choice((0.01, 0.2, 1.0))
+            deadline_s = PATIENT_S if is_at_rest else None
             world.after(
                 delay_s,
                 self.do,
