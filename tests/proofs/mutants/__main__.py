@@ -4,8 +4,8 @@ A mutant counts as caught where the episode that fails with it passes without it
 worker or mover is proved by its adversary test instead. Exits with 1 where fewer than 95 of 100 are caught,
 and with --complete where a mutant is stale, or one that the simulation cannot notice has no test.
 
---generated N takes N mutants that are made from the source as it is, and shows a diff of each that the
-simulation does not notice.
+--generated N takes N mutants that are made from the source as it is. Of each that the simulation does not
+notice it shows a diff, and what a test of its room says, or any unit test.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from tests.proofs.mutants.generate import diff_of, draw
-from tests.proofs.mutants.mutant import Mutant, all_mutants, proofs, stale, unproved
+from tests.proofs.mutants.mutant import PACKAGE, ROOT, Mutant, all_mutants, proofs, stale, unproved
 from tests.proofs.mutants.simulate import Outcome, check_control, run_module, simulate
 
 NEEDED_PERCENT = 95
-TEST_TIMEOUT_S = 300
+TEST_TIMEOUT_S = 900  # many times what all quick tests take
+UNIT_TESTS = ROOT / "tests" / "unit"
+QUICK = ("-m", "not slow and not process")
 
 
 def main() -> int:
@@ -54,8 +56,11 @@ def main() -> int:
 
     def judged(mutant: Mutant) -> Outcome:
         found = _run_proof(mutant) if mutant.hostile else simulate(mutant, seed, requested.faults)
-        shown = f"\n{diff_of(mutant)}" if requested.generated and found.faults is None else ""
-        print(f"{mutant.name}: {found.how}{shown}", file=sys.stderr, flush=True)
+        shown = ""
+        if requested.generated and found.faults is None:
+            shown = f"\n{diff_of(mutant)}"
+            found = found._replace(test=_test_of(mutant))
+        print(f"{mutant.name}: {found.how} {found.test}{shown}", file=sys.stderr, flush=True)
         return found
 
     with ThreadPoolExecutor(requested.jobs) as pool:
@@ -77,6 +82,7 @@ def _report(seed: int, outcomes: list[Outcome], elapsed_s: float) -> dict[str, o
         "mutants": len(outcomes),
         "caught": sum(one.faults is not None for one in outcomes),
         "missed": [one.mutant.name for one in outcomes if one.faults is None],
+        "by_tests": {one.mutant.name: one.test for one in outcomes if one.test},
         "by_adversary_tests": sum(one.mutant.hostile for one in outcomes),
         "median_faults": statistics.median(counts) if counts else 0,
         "most_faults": counts[-1] if counts else 0,
@@ -90,13 +96,25 @@ def _run_proof(mutant: Mutant) -> Outcome:
     if mutant.name in unproved():
         return Outcome(mutant, None, "missed: it has no adversary test")
     test = proofs()[mutant.name]
-    try:
-        flags = ["-q", "-x", "-p", "no:cacheprovider", "-o", "timeout=60"]
-        status = run_module(mutant, "pytest", *flags, test, timeout_s=TEST_TIMEOUT_S).returncode
-    except subprocess.TimeoutExpired:
-        status = 0
-    is_caught = status == 1  # of pytest: some test failed
+    is_caught = bool(first_failure(mutant, test))
     return Outcome(mutant, 0 if is_caught else None, f"{'caught' if is_caught else 'missed'} by {test}")
+
+
+def _test_of(mutant: Mutant) -> str:
+    """Return a quick unit test that fails with the bug, if possible of its room; "" where none does."""
+    room = UNIT_TESTS / mutant.path.parent.relative_to(PACKAGE)
+    return first_failure(mutant, str(room), *QUICK) or first_failure(mutant, str(UNIT_TESTS), *QUICK)
+
+
+def first_failure(mutant: Mutant, *tests: str) -> str:
+    """Run tests with the bug up to the first that fails, and return its name; "" where none does."""
+    flags = ["-q", "-x", "-p", "no:cacheprovider", "-o", "timeout=60", *tests]
+    try:
+        done = run_module(mutant, "pytest", *flags, timeout_s=TEST_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return ""
+    named = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return named[0].split(" - ")[0].split(" ", 1)[1] if done.returncode == 1 else ""
 
 
 if __name__ == "__main__":

@@ -19,11 +19,15 @@ MAX_FALSE_ALARMS = 2
 
 
 class Outcome(NamedTuple):
-    """What became of one mutant: `faults` until it was caught, None where it was not."""
+    """What became of one mutant: `faults` until it was caught, None where it was not.
+
+    `test`: one that fails with it, where that was asked for.
+    """
 
     mutant: Mutant
     faults: int | None
     how: str
+    test: str = ""
 
 
 def run_module(mutant: Mutant | None, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:

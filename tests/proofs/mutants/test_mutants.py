@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
-import sys
 from itertools import islice
 
 import pytest
 
+from tests.proofs.mutants.__main__ import first_failure
 from tests.proofs.mutants.generate import changes, diff_of, draw, named
-from tests.proofs.mutants.mutant import ROOT, Mutant, MutantError, all_mutants, plant, proofs
+from tests.proofs.mutants.mutant import Mutant, MutantError, all_mutants, plant, proofs
 
 NOTICED = "client-delivers-after-a-failure"
 
@@ -36,11 +35,8 @@ def test_a_module_that_is_loaded_is_an_error() -> None:
         plant(mutant)
 
 
-def test_a_planted_bug_is_noticed() -> None:
-    apply = [sys.executable, "-m", "tests.proofs.mutants.apply", NOTICED]
-    command = [*apply, "pytest", "-q", "-p", "no:cacheprovider", proofs()[NOTICED]]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
+def test_the_test_that_fails_with_a_planted_bug_is_named() -> None:
+    assert first_failure(all_mutants()[NOTICED], proofs()[NOTICED]) == proofs()[NOTICED]
 
 
 def test_a_seed_draws_the_same_mutants_each_of_which_can_be_planted() -> None:
