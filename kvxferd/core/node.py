@@ -451,7 +451,7 @@ class Node:
                 self._engine_changed(key.engine_id)
                 self.pulls.advance_all(rank)
             case RankChange.ASLEEP:
-                self.published.rank_suspended(rank)
+                self.published.rank_lost(key, Code.SUSPENDED)
                 self.pulls.refuse_waiting(
                     rank, Code.SUSPENDED, "the rank is suspended; resume it, then pull again"
                 )

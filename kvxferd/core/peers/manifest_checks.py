@@ -44,9 +44,8 @@ class LayoutCache:
     Of an engine's spec, a layout's check uses only the number of layers: a layout is kept for each.
     """
 
-    def __init__(self, max_tensors: int = MAX_CACHED_TENSORS) -> None:
+    def __init__(self) -> None:
         self._cached: OrderedDict[tuple[Digest, int], RankLayout] = OrderedDict()
-        self._max_tensors = max_tensors
         self._num_tensors = 0
 
     def __len__(self) -> int:
@@ -72,7 +71,7 @@ class LayoutCache:
             return
         self._cached[key] = checked.layout
         self._num_tensors += len(checked.layout.tensors)
-        while self._num_tensors > self._max_tensors and len(self._cached) > 1:
+        while self._num_tensors > MAX_CACHED_TENSORS:
             _, oldest = self._cached.popitem(last=False)
             self._num_tensors -= len(oldest.tensors)
 

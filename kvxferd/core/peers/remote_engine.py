@@ -28,7 +28,7 @@ class RemoteEngine:
         self.num_bytes = manifest_bytes(ranks.values())
         self.uid = NO_USER  # to whom it is charged
         self._layouts = {rank: manifest.layout for rank, manifest in ranks.items()}
-        self._share: Share | None = None
+        self._share: Share
         self._num_users = 0
 
     def layouts(self) -> dict[Rank, RankLayout]:
@@ -48,7 +48,7 @@ class RemoteEngine:
     def release(self) -> None:
         """Use it once less."""
         self._num_users -= 1
-        if not self._num_users and self._share is not None:
+        if not self._num_users:
             self._share.release(self.uid, self.num_bytes)
 
 

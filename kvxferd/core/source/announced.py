@@ -97,7 +97,7 @@ class Announcements:
             self._forget(key)
         return reports
 
-    def rank_changed(self, engine: EngineKey, rank: Rank, present: Incarnation | None = None) -> None:
+    def rank_changed(self, engine: EngineKey, rank: Rank, present: Incarnation) -> None:
         """Drop the rank's reports, except those of its present mapping: the bytes are gone."""
         for one in self._by_engine.get(engine, {}).values():
             if rank in one.reports and one.reports[rank].incarnation != present:

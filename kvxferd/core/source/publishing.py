@@ -178,10 +178,10 @@ class PublishedTransfers:
     def rank_ready(self, record: RankRecord, transfer_id: TransferId, report: Report) -> bool:
         """Record what a rank has written, maybe before the publish; False where there is no room for that.
 
-        If that is not its present mapping, or not the published one, the bytes are gone.
+        If that is not its present mapping, the bytes are gone. A live transfer is of the present one.
         """
         rank, key = record.spec.rank, (record.spec.key, transfer_id)
-        is_there = report.incarnation == record.incarnation and not record.is_asleep
+        is_there = report.incarnation == record.incarnation
         state = self._next_state(key, TransferEvent.REPORT)
         if state is TransferState.ENDED or self.announced.is_late(key, report):
             return True
@@ -189,10 +189,11 @@ class PublishedTransfers:
             owner = record.uid if isinstance(record, LocalRank) else record.owner
             return not is_there or self.announced.add(key, rank, report, owner)
         transfer = self.table.live[key]
-        before = transfer.ready_tokens.get(rank, -1)
-        if not (is_there and transfer.set_ready(rank, report.incarnation, report.num_tokens)):
+        if not is_there:
             self.release(transfer, Code.RANK_LOST)
             return True
+        before = transfer.ready_tokens.get(rank, -1)
+        transfer.set_ready(rank, report.incarnation, report.num_tokens)
         if report.num_tokens < ALL_TOKENS and transfer.ready_tokens[rank] > before:
             self._renew_lease(transfer)
         self._waiting.wake(key)
@@ -234,7 +235,7 @@ class PublishedTransfers:
             self.release(transfer, Code.PUBLISHER_GONE)
 
     def rank_lost(self, engine: EngineKey, why: Code) -> None:
-        """Release what the engine published: a rank's memory is gone, or has another mapping."""
+        """Release what the engine published: a rank's memory is gone, or its worker takes it back."""
         for transfer in self.table.of_engine(engine):
             self.release(transfer, why)
 
@@ -245,11 +246,6 @@ class PublishedTransfers:
             if transfer.incarnations.get(rank, incarnation) != incarnation:
                 self.release(transfer, Code.RANK_LOST)
         self.announced.rank_changed(key, rank, incarnation)
-
-    def rank_suspended(self, record: RankRecord) -> None:
-        """Release what the engine published: the rank's worker takes its memory back."""
-        self.rank_lost(record.spec.key, Code.SUSPENDED)
-        self.announced.rank_changed(record.spec.key, record.spec.rank)
 
     # --- the lease
 

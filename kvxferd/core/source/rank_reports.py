@@ -15,7 +15,7 @@ from kvxferd.core.effects import SendToWorker
 from kvxferd.core.ranks.rank import RankRecord
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.ids import SessionId
+from kvxferd.ids import EngineKey, SessionId
 from kvxferd.wire.worker import EngineRanks
 
 
@@ -33,16 +33,16 @@ class RankReports:
             if session.rank is record:
                 self.report_all(session)
             elif session.engine == record.spec.key:
-                self._send(session, [record])
+                self._send(session, record.spec.key, [record])
 
     def report_all(self, session: Session) -> None:
         """Report all ranks of its engine to a session. Called before `Registered` is sent."""
         engine = self._registry.get(session.engine) if session.engine is not None else None
         if engine is not None:
-            self._send(session, engine.ranks.values())
+            self._send(session, engine.key, engine.ranks.values())
 
-    def _send(self, session: Session, records: Iterable[RankRecord]) -> None:
+    def _send(self, session: Session, engine: EngineKey, records: Iterable[RankRecord]) -> None:
         """Send a report to a session whose user owns the engine: it may have attached before its ranks."""
-        if session.engine is not None and self._registry.is_owner(session.uid, session.engine.engine_id):
+        if self._registry.is_owner(session.uid, engine.engine_id):
             ranks = tuple((record.spec.rank, record.incarnation) for record in records)
             self._context.emit(SendToWorker(session.session_id, EngineRanks(ranks=ranks)))

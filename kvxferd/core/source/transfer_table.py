@@ -64,14 +64,13 @@ class Reader:
     acknowledged: set[Rank] = field(default_factory=set)
     abandoned: bool = False
     num_bytes: int = 0  # that these ranks report
-    peers: tuple[Endpoint, ...] = ()  # of their daemons, the first few
+    peers: dict[Endpoint, None] = field(default_factory=dict)  # of their daemons
 
     def acknowledge(self, rank: Rank, num_bytes: int, peer: Endpoint) -> None:
         """Record that the rank of a daemon has its bytes, for the first time."""
         self.acknowledged.add(rank)
         self.num_bytes += num_bytes
-        if peer and peer not in self.peers and len(self.peers) < MAX_RECORDED:
-            self.peers = (*self.peers, peer)
+        self.peers[peer] = None
 
     @property
     def is_done(self) -> bool:
@@ -112,19 +111,15 @@ class Transfer:
         """Its engine and id."""
         return self.engine, self.transfer_id
 
-    def set_ready(self, rank: Rank, incarnation: Incarnation, ready_tokens: int) -> bool:
+    def set_ready(self, rank: Rank, incarnation: Incarnation, ready_tokens: int) -> None:
         """Record that a rank has written tokens [0, ready_tokens); a late smaller number changes nothing.
 
-        Returns False where it wrote in another mapping of its memory.
+        `incarnation`: its present mapping, which counts where the publisher knew none.
         """
-        known = self.incarnations.get(rank)
-        if known is None:
+        if rank not in self.incarnations:
             self.incarnations = {**self.incarnations, rank: incarnation}
-        elif incarnation != known:
-            return False
         num_ready = ready_tokens if ready_tokens < self.num_tokens else ALL_TOKENS
         self.ready_tokens[rank] = max(self.ready_tokens.get(rank, 0), num_ready)
-        return True
 
     def unready(self, spec: EngineSpec) -> list[Rank]:
         """Return the ranks that have not written all of it."""
@@ -181,7 +176,7 @@ class Transfer:
         return tuple(
             ReaderRecord(
                 engine_id=key.engine_id,
-                peers=reader.peers,
+                peers=tuple(filter(None, reader.peers))[:MAX_RECORDED],
                 num_ranks=len(reader.acknowledged),
                 bytes=reader.num_bytes,
             )
