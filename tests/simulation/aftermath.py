@@ -229,11 +229,19 @@ class Aftermath:
         self._wait_joined()
         publisher = source.publisher
         others = [number for number, rank in enumerate(source.ranks) if rank is not publisher]
+        reader = rng.choice(world.sinks).ranks[0]
+
+        def give_up(transfer: Transfer) -> None:  # what it returns keeps the transfer no longer than a lease
+            for act in (reader.prepare, reader.abandon):
+                self._wait(lambda: False, 0.3)
+                reader.do(partial(act, transfer))
+
         ends: dict[Code, Callable[[Transfer], None]] = {
             Code.UNPUBLISHED: lambda transfer: publisher.do(lambda: publisher.unpublish(transfer)),
             Code.CANCELLED: lambda transfer: cancel_transfer(world, transfer),
             Code.SUSPENDED: lambda _: (slept := rng.choice(source.ranks)).do(slept.suspend),
-            Code.LEASE_EXPIRED: lambda _: None,
+            Code.ABANDONED: lambda transfer: reader.do(partial(reader.abandon, transfer)),
+            Code.LEASE_EXPIRED: give_up,
         }
         if others:
             lost = rng.choice(others)
@@ -244,7 +252,7 @@ class Aftermath:
         transfer = self._publish(source)
         within_s = ENDS_WITHIN_S
         if code is Code.LEASE_EXPIRED:
-            transfer.lease_s = QUEUED_LEASE_S
+            transfer.lease_s, transfer.num_readers = QUEUED_LEASE_S, 2
             within_s += QUEUED_LEASE_S
         self._wait(lambda: transfer.ref is not None, PULL_S)
         self._wait(lambda: False, 0.05)  # the publish has arrived

@@ -143,6 +143,7 @@ OF_PULLS: Wrong = {
     "another generation": (Code.GENERATION_STALE, _with_ref(generation="g0")),
     "a transfer that never was": (Code.TRANSFER_UNKNOWN, _with_ref(transfer_id="never")),
     "an endpoint that is none": (Code.ENDPOINT_INVALID, _with_ref(endpoint="tcp://10.0.0.1:0")),
+    "a node that there is not": (Code.PEER_UNREACHABLE, _with_ref(endpoint="tcp://nowhere:9441")),
     "a reference of no kind": (Code.TRANSFER_UNKNOWN, _with(ref=5)),
     "a reference that is cut off": (
         Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref=call.ref.to_json()[:-9]),

@@ -61,6 +61,7 @@ TWO_TRIPS_S = 0.25
 KERNELS_S = (0.0, 0.001, 0.02, 0.3)
 MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer, and a progressive pull waits for its source
 FEW_READERS = {"acknowledged", "core.source.transfer_table MAX_READERS"}  # of `LOW_NUMBERS`
+LEASE_S = 8.0  # of a transfer that names none, and of a grant
 LOW_LIMIT = 3  # of an engine's transfers, and of a rank's pulls, where limits are low
 PIECE_S = 0.9  # within which a pull at rest has read a first piece
 REFUSED_S = 3.0  # within which what is too much has been refused
@@ -330,7 +331,7 @@ class Engine:
             lists,
             num_tokens,
             num_readers,
-            self.rng.choice((8.0, 4.0, 2.0, 12.0)),
+            self.rng.choice((LEASE_S, 4.0, 2.0, 12.0)),
             list(self.workers),
             self.publisher,
             steps,
@@ -557,7 +558,7 @@ class Worker:
                 transfer.parts[0],
                 transfer.num_tokens,
                 num_readers=transfer.num_readers,
-                lease_s=transfer.lease_s,
+                lease_s=None if transfer.lease_s == LEASE_S else transfer.lease_s,
                 after=kernels,
                 ready_tokens=begins_with if steps else None,
             )

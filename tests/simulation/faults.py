@@ -166,7 +166,7 @@ class Faults:
     # --- processes
 
     def _kill_daemon(self, rng: random.Random) -> None:
-        self._kill_daemon_of(rng, "kill-daemon", self._pick(self._living_nodes()), (0.01, 0.1, 1.0, 20.0))
+        self._kill_daemon_of(rng, "kill-daemon", self._pick(self._living_nodes()), (0.01, 0.1, 4.0, 20.0))
 
     def _kill_member(self, rng: random.Random) -> None:
         """A daemon dies that has a rank of an engine whose home is elsewhere."""

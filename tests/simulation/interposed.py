@@ -437,6 +437,10 @@ def _install_processes(kernel: Kernel, send_buffer: int) -> None:
             raise SimulationError(f"signal {number} is not simulated")
         kernel.kill(process)
 
+    def getaddrinfo(host: str, *_: object, **__: object) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "no name is known here")
+
+    set_on(socket, "getaddrinfo", getaddrinfo)
     set_on(socket.socket, "connect", connect)
     set_on(socket.socket, "accept", accept)
     set_on(socket.socket, "listen", listen)

@@ -36,7 +36,17 @@ from kvxferd.wire import block_id_parts, fd_batches, framing
 from tests.simulation import interposed, libzmq, network
 from tests.simulation.audit import Requests
 from tests.simulation.checks import Check, Expectations, Violation
-from tests.simulation.engine import LOW_LIMIT, MAX_HOLD_S, Engine, EngineShape, Pull, Transfer, Wanted, Worker
+from tests.simulation.engine import (
+    LEASE_S,
+    LOW_LIMIT,
+    MAX_HOLD_S,
+    Engine,
+    EngineShape,
+    Pull,
+    Transfer,
+    Wanted,
+    Worker,
+)
 from tests.simulation.fabric import Fabric, Moment, Pace, SimTransport
 from tests.simulation.history import Heard
 from tests.simulation.kernel import Kernel, Process
@@ -53,7 +63,6 @@ REFUSED_S = 10.0  # so long a source is refused whose reads hang
 DYING_S = (0.05, 0.6, 4.0)  # after which a mover has ended that was killed in a call of its kernel
 COPY_S = (2e-5, 2e-4, 2e-3)  # that a copy of a GPU takes
 DRAIN_S = 3.0  # for what is left
-LEASE_S = 8.0  # of a transfer and of a grant
 PAGE_BYTES = 24  # of a source's block ids, where lists go in parts
 
 
