@@ -55,7 +55,6 @@ class Code(StrEnum):
     DEVICE_ERROR = "device-error"
     RANK_TAKEN = "rank-taken"
     RANK_INVALID = "rank-invalid"
-    INCARNATION_CHANGED = "incarnation-changed"
     SHAPE_MISMATCH = "shape-mismatch"
     LAYERS_MISSING = "layers-missing"
     UNEQUAL_STAGES = "unequal-stages"

@@ -54,7 +54,6 @@ PERMANENT_REFUSALS = frozenset(
         Code.REGION_UNSEALED,
         Code.REGION_TOO_SMALL,
         Code.RANK_INVALID,
-        Code.INCARNATION_CHANGED,
         Code.SHAPE_MISMATCH,
         Code.LAYERS_MISSING,
         Code.UNEQUAL_STAGES,

@@ -440,7 +440,7 @@ class Node:
         if change in (RankChange.REGISTERED, RankChange.MAPPED):
             self.published.rank_mapped(rank)
             self.rank_reports.report_rank(rank)
-        if change in (RankChange.VOID, RankChange.GONE):
+        if change is RankChange.GONE:
             self.published.rank_lost(key, Code.RANK_LOST)
         if not isinstance(rank, LocalRank):
             if change in (RankChange.READY, RankChange.GONE):

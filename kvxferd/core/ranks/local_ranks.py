@@ -85,9 +85,6 @@ class LocalRanks:
         If the frame announced more descriptors than it carried, `FdsRequest` requests them from the worker
         once all else is valid.
         """
-        if session.rank is not None:
-            self._register_again(session.rank, message)
-            return
         check_problem(problem)
         self._checks.check_room(session)
         spec = check_spec(message.engine, message.incarnation)
@@ -145,30 +142,6 @@ class LocalRanks:
             self._mover_pool.request_resident(session.session_id)
         else:
             self._mover_pool.request(session.session_id)
-
-    def _register_again(self, rank: LocalRank, message: Register) -> None:
-        if (message.engine.key, message.engine.rank) != (rank.spec.key, rank.spec.rank):
-            raise EngineError(
-                f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key}; "
-                "open another for another rank",
-                Code.RANK_INVALID,
-            )
-        if message.incarnation != rank.incarnation:
-            # A new mapping of the memory makes the old one void.
-            self._on_change(RankChange.VOID, rank)
-            raise EngineError(
-                f"cannot register rank {rank.spec.rank} of engine {rank.spec.key} with another mapping: "
-                "its transfers are void; suspend and resume, or close and connect anew",
-                Code.INCARNATION_CHANGED,
-            )
-        if rank.request is None:
-            # No second `Registered`: it carries a descriptor, and those pile up for a worker that reads none.
-            raise EngineError(
-                f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key} "
-                "already, and stays it; nothing has changed",
-                Code.OUT_OF_PLACE,
-            )
-        rank.request = message.request  # the reply that is due answers this request
 
     def attach(self, session: Session, message: Attach) -> Registered:
         """Let the session publish for an engine. Return the reply. Raises EngineError: refused."""

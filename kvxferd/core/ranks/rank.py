@@ -214,7 +214,6 @@ class RankChange(Enum):
     MAPPED = auto()  # its memory has another mapping: it was resumed, or is a member's that has joined
     READY = auto()  # a mover has bound its memory, maybe another one, and its home knows it
     ASLEEP = auto()  # nothing may read or write its memory any more
-    VOID = auto()  # its worker claims another mapping of memory that it has not suspended
     GONE = auto()
 
 
