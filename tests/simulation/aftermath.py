@@ -74,7 +74,6 @@ LATER_S = {
     Hardship.SOURCE_RESTARTS: 20.0, Hardship.SINK_RESTARTS: 6.0, Hardship.MESSAGES: 20.0,
     Hardship.LONG_PREFILL: 8.0, Hardship.LONGER_PREFILL: 14.0, Hardship.LONG_READ: LONG_READ_S,
 }  # fmt: skip
-USUAL_WARNING = "read directly, not covered"  # where staging memory is low
 ENDS_WITHIN_S = 2.0
 GROWS_SHARE = 0.5  # of the transfers
 LAST_STEP_IS_LATE = frozenset({Hardship.NONE, Hardship.LONG_PREFILL, Hardship.LONGER_PREFILL})
@@ -116,7 +115,7 @@ class Overheard:
 
     def warnings(self) -> list[str]:
         """Return what was warned of."""
-        return [text for text in self._warnings if USUAL_WARNING not in text]
+        return self._warnings
 
     def too_many(self, source: Engine, sink: Engine, transfer: Transfer) -> list[str]:
         """Return of which kinds there are more requests than the transfer takes."""

@@ -166,7 +166,7 @@ class MoverLoop:
         while again and self._engine.is_busy and time.perf_counter() - began < self._backoff.burst_s:
             again = self._engine.step()
         self._report_all()  # an engine waits for it, and nobody for the library's other work
-        if not self._engine.is_polling:
+        if not self._engine.num_inflight:
             began = time.perf_counter()  # a step that waits for a scatter is long, and no call of the library
             self._transport.progress()
         if moved:

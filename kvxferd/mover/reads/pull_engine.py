@@ -101,12 +101,8 @@ class PullEngine:
         self._region_map: RegionMap | None = None
         self._tables = TableCache()
         self._plans: dict[Digest, LoadedPlan] = {}
-        # How the lists of pulls that had one run a stretch lay to one another, and the most blocks of one of
-        # them. There is nothing to cover, and to find that out takes 0.3 to 0.4 ms.
-        self._plain_shifts: dict[Digest, dict[tuple[int, ...], int]] = {}
         self._budgets: dict[AgentName, SliceBudget] = {}
         self._always_covers = False
-        self._read_directly: set[AgentName] = set()  # although covering reads are asked for: logged once
         self._covering = CoveringReads(
             self.remote_agents,
             clock,
@@ -128,11 +124,6 @@ class PullEngine:
     def num_inflight(self) -> int:
         """The number of posts in flight, of pulls that have not ended."""
         return sum([pull.num_inflight for pull in self._active])
-
-    @property
-    def is_polling(self) -> bool:
-        """Whether `step` polls a read, which drives the library."""
-        return self._warmup.is_busy or self.num_inflight > 0 or self._covering.is_draining
 
     def bind(
         self,
@@ -162,14 +153,14 @@ class PullEngine:
         """Keep a plan. Where it cannot be decoded, pulls that name it fail."""
         try:
             plan = decode_plan(encoded)
-            self._plans[digest] = LoadedPlan(Expander(plan, self._tables), CoverExpander(plan, self._tables))
+            direct, covering = Expander(plan, self._tables), CoverExpander(plan, self._tables)
+            self._plans[digest] = LoadedPlan(direct, covering, {})
         except (KvxferdError, msgspec.DecodeError) as error:
             _LOG.error("plan not loaded: plan=%s reason=%s", digest, error)
 
     def drop_plan(self, digest: Digest) -> None:
         """Forget a plan. Pulls that are here already are read by it."""
         self._plans.pop(digest, None)
-        self._plain_shifts.pop(digest, None)
 
     def add_remote(self, agent: AgentName, metadata: bytes, word: int) -> None:
         """Load an agent, or more of its memory. `word`: an address to read ahead of any pull, 0 for none."""
@@ -183,17 +174,16 @@ class PullEngine:
         self._warmup.forget(agent)
         self._budgets.pop(agent, None)
         self._costs.forget(agent)
-        self._read_directly.discard(agent)
 
     def start(self, request: StartPull) -> None:
         """Queue a pull. Exactly one `PullDone` follows."""
         if request.pull in self._by_id:
             _LOG.error("pull started twice: pull=%d", request.pull)
             return
-        pull = PullState(request, self._clock(), loaded=self._plans.get(request.plan))
-        if self._by_id:
-            for other in (pull, *self._by_id.values()):
-                other.was_alone = False
+        loaded, was_alone = self._plans.get(request.plan), not self._by_id
+        for other in self._by_id.values():
+            other.was_alone = False
+        pull = PullState(request, self._clock(), loaded, was_alone)
         self._by_id[request.pull] = pull
         self._queued.append(pull)
 
@@ -207,7 +197,7 @@ class PullEngine:
     def report_progress(self, number: PullId) -> None:
         """Report what a pull waits for. Does nothing where it has ended."""
         pull = self._by_id.get(number)
-        if pull is not None and not pull.reported:
+        if pull is not None:
             agents = tuple(dict.fromkeys(pull.awaited_agents()))[:MAX_AWAITED]
             self.outbox.append(PullProgress(pull=number, phase=pull.phase, agents=agents))
 
@@ -227,7 +217,7 @@ class PullEngine:
         for pull in tuple(self._active):
             moved |= self._finish_if_over(pull)
         # A read that is in flight is polled: over TCP its bytes come no sooner than that.
-        if not moved and not self.is_polling:
+        if not moved and not self.num_inflight:
             moved = self._covering.help_scatter()
         return moved
 
@@ -243,10 +233,8 @@ class PullEngine:
         if not self._queued:
             return False
         pull = self._queued.popleft()
-        if pull.failure is None:
-            pull.queue_s = self._clock() - pull.arrived_at
-            self._expand(pull, self._start_expansion)
-            pull.expanded_at = self._clock()
+        pull.queue_s = self._clock() - pull.arrived_at
+        self._expand(pull, self._start_expansion)
         self._active.append(pull)
         return True
 
@@ -281,7 +269,7 @@ class PullEngine:
         pull.local_map = self._region_map
         pull.remote_maps = {s.rank: RegionMap(s.regions) for s in request.sources if not is_plain(s.regions)}
         pull.local_bases = self._region_addresses
-        if (parts := self._covered_parts(pull, loaded.covering, remote_bases)) is not None:
+        if (parts := self._covered_parts(pull, loaded, remote_bases)) is not None:
             pull.parts = parts
         else:
             pull.parts = loaded.direct.parts(
@@ -297,19 +285,19 @@ class PullEngine:
     def _covered_parts(
         self,
         pull: PullState,
-        expander: CoverExpander,
+        loaded: LoadedPlan,
         remote_bases: Mapping[Rank, Mapping[RegionId, int]],
     ) -> Iterator[Mapping[Rank, CoveredRank]] | None:
         """Return what to read where stretches are to be covered; None where all reads are direct."""
         if not self._covering.is_available:
             return None
-        shifts = self._plain_shifts.setdefault(pull.request.plan, {})
+        shifts = loaded.plain_shifts
         lists = (*pull.request.local.values(), *pull.request.remote.values())
         shift = tuple(one.first_token - lists[0].first_token for one in lists)
         num_plain, num_blocks = shifts.get(shift, 0), max(map(len, lists))
-        if num_plain and (num_plain >= PERIOD_BLOCKS or num_blocks <= num_plain):
+        if num_plain >= PERIOD_BLOCKS or num_blocks <= num_plain:
             return None
-        request = expander.prepare(pull.request.local, pull.request.remote)
+        request = loaded.covering.prepare(pull.request.local, pull.request.remote)
         if request is None:
             return None
         max_stretches = min(MAX_STRETCHES, self._max_runs)
@@ -337,14 +325,14 @@ class PullEngine:
         short pulls. Behind a large pull's slices a short one would wait for two of them, before its data and
         before its word.
         """
-        if self.num_inflight >= MAX_INFLIGHT and self._num_prompt() >= MAX_INFLIGHT:
+        if self._num_prompt() >= MAX_INFLIGHT:
             return False
         for pull in self._active:
-            if pull.needs_fence_read and pull.num_runs and self._post_fence(pull):
+            if pull.needs_fence_read and self._post_fence(pull):
                 return True
         if self._num_short_in_a_row < MAX_SHORT_PULLS_IN_A_ROW:
             for pull in self._active:
-                if pull.can_post and pull.cost_bytes <= SHORT_BYTES and self._post_slice(pull):
+                if pull.unposted and pull.cost_bytes <= SHORT_BYTES and self._post_slice(pull):
                     self._num_short_in_a_row += 1
                     self._post_fence_if_read(pull)
                     return True
@@ -352,14 +340,14 @@ class PullEngine:
         for _ in range(len(self._active)):
             pull = self._active[0]
             self._active.rotate(-1)
-            if pull.can_post and len(pull.reads) < MAX_INFLIGHT_PER_PULL and self._post_slice(pull):
+            if pull.unposted and len(pull.reads) < MAX_INFLIGHT_PER_PULL and self._post_slice(pull):
                 return True
         return False
 
     def _post_slice(self, pull: PullState) -> bool:
         """Post what is next of a pull; return False where that waits for a chunk."""
         one = pull.unposted.popleft()
-        budget = self._budgets.get(one.agent) or self._budgets.setdefault(one.agent, SliceBudget())
+        budget = self._budgets.setdefault(one.agent, SliceBudget())
         into, num_budgets = None, 1
         if isinstance(one.slicer, CoverSlicer):
             waiting = (other.waits_for_chunk_since for other in self._active if other is not pull)
@@ -387,7 +375,7 @@ class PullEngine:
 
     def _post_fence_if_read(self, pull: PullState) -> None:
         """Read the fence word at once where all data is here: within a node a short post is a copy."""
-        if pull.needs_expansion and not pull.num_inflight:
+        if pull.needs_expansion:
             self._expand(pull, PullState.expand_next_part)
         if pull.needs_fence_read:
             self._post_fence(pull)
@@ -445,14 +433,12 @@ class PullEngine:
             budget.update((now - read.posted_at) / read.num_budgets, read.used_whole_budget)
         if read.shape is not None:
             self._costs.learn(read.agent, read.shape, read.posted_at, now)
-        if read.into is None or pull.failure is not None:
+        if read.into is None:
             self._end_read(pull, read, is_over=True)
         else:
             self._covering.start_scatter(pull, read, read.into)
 
     def _on_read_failed(self, pull: PullState, read: PostedRead, failure: TransportError) -> None:
-        if failure.lost:
-            self._budgets.pop(read.agent, None)
         self._end_read(pull, read, is_over=failure.settled)
         pull.fail(PullFailure(Code.TRANSPORT, failure.message, self._clock(), read.agent))
 
@@ -480,11 +466,11 @@ class PullEngine:
                 return False
             self._report(pull, now)
             return True
-        if not self._is_over(pull):
+        if not pull.is_posted:
             return False
-        if pull.started and not pull.are_writes_flushed:
-            self._flush_writes(pull, now)
-        if pull.failure is None and pull.fence_word_slot is not None:
+        if pull.started and self._flush is not None:
+            self._flush_writes(pull, self._flush, now)
+        if pull.fence_word_slot is not None:
             self._check_fence_word(pull, now)
         if not pull.reported:
             self._report(pull, now)
@@ -493,25 +479,14 @@ class PullEngine:
         self._forget(pull)
         return True
 
-    def _flush_writes(self, pull: PullState, now: float) -> None:
+    @staticmethod
+    def _flush_writes(pull: PullState, flush: Callable[[], None], now: float) -> None:
         """Make the GPU see what was read, before the blocks are delivered or free. Every read is terminal."""
-        pull.are_writes_flushed = True
-        if self._flush is None:
-            return
         try:
-            self._flush()
+            flush()
         except DeviceError as error:
             pull.in_doubt = True  # bytes that the network card has sent may not have arrived
             pull.fail(PullFailure(error.code, error.message, now))
-
-    @staticmethod
-    def _is_over(pull: PullState) -> bool:
-        """Whether nothing more of it will be posted. Nothing is in flight where this is called."""
-        if pull.failure is not None:
-            return True
-        if pull.expanded_at is None or pull.unposted or pull.parts is not None:
-            return False
-        return pull.fence_posted_at is not None or not pull.num_runs
 
     def _check_fence_word(self, pull: PullState, now: float) -> None:
         assert pull.fence_word_slot is not None
@@ -528,14 +503,6 @@ class PullEngine:
         self.outbox.append(PullDone(pull=pull.request.pull, outcome=outcome))
         if outcome.delivered and pull.choice is not None and pull.was_alone and not pull.is_direct:
             self._costs.learn_pull(pull.choice, outcome.wire_s)
-        num_direct = outcome.bytes - outcome.covered_bytes
-        if outcome.delivered and self._always_covers and num_direct > 0:
-            self._log_direct_bytes(pull.request.sources[0].agent, num_direct, outcome.bytes)
-
-    def _log_direct_bytes(self, agent: AgentName, num_direct: int, num_bytes: int) -> None:
-        if agent not in self._read_directly:
-            self._read_directly.add(agent)
-            _LOG.warning("read directly, not covered: agent=%s bytes=%d of=%d", agent, num_direct, num_bytes)
 
     def _forget(self, pull: PullState) -> None:
         del self._by_id[pull.request.pull]

@@ -66,6 +66,9 @@ class LoadedPlan(NamedTuple):
 
     direct: Expander
     covering: CoverExpander
+    # How the lists of pulls that had one run a stretch lay to one another, and the most blocks of one of
+    # them. There is nothing to cover, and to find that out takes 0.3 to 0.4 ms.
+    plain_shifts: dict[tuple[int, ...], int]
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +77,8 @@ class PullState:
 
     request: StartPull
     arrived_at: float
-    loaded: LoadedPlan | None = None  # by which it is expanded: its plan may be dropped meanwhile
+    loaded: LoadedPlan | None  # by which it is expanded: its plan may be dropped meanwhile
+    was_alone: bool  # no other pull was there at any time
     # What is not expanded yet: a request of many millions of runs is expanded a part at a time.
     parts: Iterator[Mapping[Rank, Runs | CoveredRank]] | None = None
     local_bases: Mapping[RegionId, int] = field(default_factory=dict)
@@ -84,31 +88,23 @@ class PullState:
     reads: list[PostedRead] = field(default_factory=list)  # in flight, or scattered
     chunk_kind: MemoryKind = HOST.local  # the memory that chunks are in
     choice: Choice | None = None  # None: of no cost model
-    was_alone: bool = True  # no other pull was there at any time
     num_bytes_covered: int = 0  # that come through chunks, of `num_bytes`
     is_direct: bool = False  # what is not posted yet is read directly, because chunks are short
     waits_for_chunk_since: float | None = None
     failure: PullFailure | None = None
     in_doubt: bool = False  # a read failed in a way that does not prove it is over
     started: bool = False
-    are_writes_flushed: bool = False  # the GPU can see what was read into its memory
     reported: bool = False
     fence_word_slot: int | None = None
     fence_posted_at: float | None = None
     num_bytes: int = 0
     num_runs: int = 0
     cost_bytes: int = 0  # as `Slicer.cost_bytes`
-    expanded_at: float | None = None
-    queue_s: float = 0.0
+    queue_s: float | None = None  # None: it is not expanded yet
     expand_s: float = 0.0
     post_s: float = 0.0
     first_post_at: float | None = None
     data_done_at: float | None = None
-
-    @property
-    def can_post(self) -> bool:
-        """Whether data is left to read, and the pull has not failed."""
-        return self.failure is None and bool(self.unposted)
 
     @property
     def needs_expansion(self) -> bool:
@@ -117,10 +113,15 @@ class PullState:
 
     @property
     def needs_fence_read(self) -> bool:
-        """Whether all data is here, and the read of the fence word is not posted."""
+        """Whether all data is here, if there is any, and the read of the fence word is not posted."""
         if self.unposted or self.parts is not None or self.num_inflight:
             return False
-        return self.failure is None and self.fence_posted_at is None
+        return self.failure is None and self.fence_posted_at is None and self.num_runs > 0
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether nothing more of it will be posted. Nothing is in flight where this is asked."""
+        return not self.unposted and self.parts is None and not self.needs_fence_read
 
     @property
     def num_inflight(self) -> int:
@@ -130,7 +131,7 @@ class PullState:
     @property
     def phase(self) -> str:
         """Where it is, as the daemon's records name it."""
-        if self.expanded_at is None:
+        if self.queue_s is None:
             return "queue"
         if self.fence_posted_at is not None:
             return "fence"
@@ -224,7 +225,7 @@ class PullState:
             agent=failure.agent if failure else None,
             bytes=self.num_bytes,
             runs=self.num_runs,
-            queue_s=self.queue_s,
+            queue_s=self.queue_s or 0.0,
             expand_s=self.expand_s,
             post_s=self.post_s,
             wire_s=data_done_at - self.first_post_at if self.first_post_at is not None else 0.0,

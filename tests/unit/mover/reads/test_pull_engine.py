@@ -323,7 +323,7 @@ def test_the_word_waits_for_parts_that_are_not_expanded() -> None:
     source = SourceRank(Rank(0, 0), agent, tuple[RegionAddress, ...]())
     fence = FenceLocation(agent, 64, WORD)
     request = StartPull(PullId(1), DIGEST, (source,), {}, {}, 4, fence)
-    pull = PullState(request, arrived_at=0.0, parts=iter([{}]))
+    pull = PullState(request, arrived_at=0.0, loaded=None, was_alone=True, parts=iter([{}]), num_runs=1)
     assert not pull.needs_fence_read
     pull.expand_next_part()
     assert not pull.needs_fence_read
