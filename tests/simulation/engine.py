@@ -598,8 +598,8 @@ class Worker:
         world = self.world
 
         def run() -> None:
-            act(*arguments)
             kernels.is_done = True
+            act(*arguments)
 
         if is_later and self.engine.shape.has_gpu and not world.fabric.is_hurried:
             self.stream_ends = max(self.stream_ends, world.kernel.now) + world.rng.choice(KERNELS_S)
@@ -814,15 +814,18 @@ class Worker:
         return not self.is_connected or self.world.kernel.now < self._connected_at + REFUSED_S
 
     def _expect_few(self, what: str, count: Callable[[], int]) -> None:
-        """Of what this process has asked for too much is refused."""
-        if self.world.traits.has_low_limits:
-            self.world.expectations.expect(
-                Check.LIMIT,
-                f"{self.name} has more {what} than {LOW_LIMIT}",
-                (self, *self.world.node_names),
-                REFUSED_S,
-                lambda: count() <= LOW_LIMIT or not self.is_alive or self._is_newly_connected,
-            )
+        """Of what this process has asked for too much is refused, once its GPU has let it be sent."""
+        if not self.world.traits.has_low_limits:
+            return
+        expect = partial(
+            self.world.expectations.expect,
+            Check.LIMIT,
+            f"{self.name} has more {what} than {LOW_LIMIT}",
+            (self, *self.world.node_names),
+            REFUSED_S,
+            lambda: count() <= LOW_LIMIT or not self.is_alive or self._is_newly_connected,
+        )
+        self.world.kernel.at(max(self.stream_ends, self.world.kernel.now), expect)
 
     def _expect_own_release(self, transfer: Transfer) -> None:
         """Without a daemon a client ends the leases by itself: nobody prolongs them."""
@@ -999,7 +1002,6 @@ class Worker:
         self._expect_end(pull)
         asked = list(self.pulls.values())
         self._expect_few("pulls", lambda: sum(not one.ended for one in asked))
-        world.reasons.expect_ready(pull)
         world.pull_started()
 
     def prepare(self, transfer: Transfer) -> None:
@@ -1012,6 +1014,7 @@ class Worker:
 
     def _lend(self, pull: Pull) -> None:
         """The last kernel that used a pull's blocks has ended: they may be written."""
+        self.world.reasons.expect_ready(pull)
         self.check_memory()
         if not pull.ended and self.store is not None:
             self.store.lend(pull.lists)

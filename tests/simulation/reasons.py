@@ -162,10 +162,10 @@ class Reasons:
             self.expect_ready(pull)
 
     def expect_ready(self, pull: Pull) -> None:
-        """A pull of what is whole ends soon, however far its deadline is."""
-        if not pull.transfer.is_whole or pull.ended or pull.transfer.is_of_liar:
-            return
+        """A pull of what is whole ends soon after its client has sent it, however far its deadline is."""
         transfer, parties = pull.transfer, self._parties(pull)
+        if not transfer.is_whole or not pull.kernels.is_done or pull.ended or transfer.is_of_liar:
+            return
 
         def is_met() -> bool:
             if pull.ended or transfer.is_over or not pull.worker.is_alive:
@@ -200,6 +200,8 @@ class Reasons:
             publisher = pull.transfer.publisher
             if node != publisher.engine.shape.nodes[0] or node == pull.worker.node:
                 continue
+            if not pull.kernels.is_done:
+                continue  # its client has not sent it
             self._world.expectations.expect(
                 Check.SILENT,
                 f"{node} is gone, and the pull of {pull.worker.name} of {pull.transfer.transfer_id} goes on",
