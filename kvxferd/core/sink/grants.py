@@ -323,14 +323,11 @@ class GrantClient:
         self._context.after(("renew", endpoint), lease_s / 6, lambda: self._renew(endpoint, lease_s))
 
     def _renew(self, endpoint: Endpoint, lease_s: float) -> None:
-        held = self._held.get(endpoint)
-        if not held:
-            return
         oldest = self._context.now - self._context.settings.transfer.max_hold_s
         # One request for each user: a user whose requests have no room must not end the grants of another.
         grants_of: dict[int, list[GrantId]] = {}
-        for grant, hold in held.items():
-            if (hold.settled_at or 0.0) > oldest:
+        for grant, hold in self._held[endpoint].items():
+            if hold.settled_at > oldest:
                 grants_of.setdefault(hold.rank.uid, []).append(grant)
         for uid, grants in grants_of.items():
             for first in range(0, len(grants), MAX_GRANTS_PER_RENEWAL):
@@ -365,8 +362,7 @@ class GrantClient:
 
     def release(self, hold: HeldGrant) -> None:
         """End the grant without an acknowledgement. Does nothing where it has ended."""
-        if hold.state is GrantState.HANDSHAKING:
-            self._handshake_client.forget(hold)
+        self._handshake_client.forget(hold)
         is_asked = self._peer_requests.get(hold.asked) is not None  # the source may grant it, maybe anew
         if self._end(hold) or is_asked:
             self._send_return(hold)

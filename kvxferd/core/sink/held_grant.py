@@ -71,8 +71,8 @@ class HeldGrant:
     started_at: float
     state: GrantState = GrantState.HANDSHAKING
     learn_by: float = 0.0  # until when its source may wait for the engine's missing ranks
-    learnt_at: float | None = None  # when the engine's manifest arrived, or was known already
-    settled_at: float | None = None  # when the grant arrived, or was refused
+    learnt_at: float = 0.0  # when the engine's manifest arrived, or was known already
+    settled_at: float = 0.0  # when the grant arrived, or was refused
     remote: RemoteEngine | None = None
     reads: PlannedReads | None = None
     granted: GrantReply | None = None  # the last reply, without its ids

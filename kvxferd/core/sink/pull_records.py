@@ -169,13 +169,7 @@ def describe_read(pull: Pull) -> tuple[str, str]:
         mover = f"the mover of rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
         why = f"was in its phase {progress.phase}" if progress else "did not reply to this daemon"
         return mover, f"{mover} {why}; check that this node's processors are free"
-    remote, reads = hold.remote, hold.reads
-    if remote is None or reads is None:
-        return "", "its source is forgotten"
-    ranks = list(reads.sources)
-    if progress is not None:
-        awaited = set(progress.agents)
-        ranks = [rank for rank in ranks if remote.ranks[rank].binding.agent in awaited]
+    ranks = [source.rank for source in hold.sources if progress is None or source.agent in progress.agents]
     engine = f"engine {pull.ref.engine_id}"
     where = f"{engine}, whose daemon is {address_of(pull.ref.endpoint)}"
     check = "check that node, and the network between"

@@ -185,10 +185,8 @@ class Pulls:
         pull = self._pulls.get(hold.pull)
         if pull is None or hold.state in UNSETTLED:
             return
-        if hold.learnt_at is not None:
-            pull.phases_s["handshake"] = max(0.0, hold.learnt_at - pull.received_at)
-        if hold.settled_at is not None:
-            pull.phases_s["grant"] = max(0.0, hold.settled_at - max(hold.learnt_at or 0.0, pull.received_at))
+        pull.phases_s["handshake"] = max(0.0, hold.learnt_at - pull.received_at)
+        pull.phases_s["grant"] = max(0.0, hold.settled_at - max(hold.learnt_at, pull.received_at))
         self._context.timers.cancel(("retry", pull.pull_id))
         if hold.granted is not None:
             if hold.granted.fence_word != pull.fence_word:
@@ -305,12 +303,9 @@ class Pulls:
 
     def _piece_read(self, pull: Pull, mover: MoverId, piece: Piece, outcome: PullOutcome) -> None:
         """Go on behind a piece whose bytes are there, and whose word was right after the last of them."""
-        if not pull.can(PullTrigger.CONTINUE) or pull.rank.is_asleep:
+        if pull.late or pull.rank.is_asleep or not pull.can(PullTrigger.CONTINUE):
             why = "the rank was suspended; resume it, then pull again"
             self._fail(pull, PullTrigger.FINISH, _refusal(pull, Code.SUSPENDED, why))
-            return
-        if pull.late:
-            self._fail(pull, PullTrigger.FINISH, Refusal(Code.DEADLINE, pull.late))
             return
         pull.transition(PullTrigger.CONTINUE)
         pull.mover, pull.piece, pull.outcome = None, None, None
@@ -343,20 +338,19 @@ class Pulls:
         elif pull.can(PullTrigger.FAULT):
             self._fail(pull, PullTrigger.FAULT, refusal)
             if not outcome.quiesced_follows:
-                self._context.timers.cancel(("quiesce", pull.pull_id))
+                self._context.timers.cancel(("ends", pull.pull_id))
                 self._retire_mover(pull, mover)
         if outcome.agent is not None and outcome.code is Code.TRANSPORT:
             self._invalidate_remote(pull.held_grant, mover, outcome.agent)
 
     def _can_retry(self, pull: Pull, outcome: PullOutcome) -> bool:
         """Whether a failed read is tried again instead of reported. Only where nothing writes any more."""
-        return (
-            outcome.code is Code.TRANSPORT
-            and pull.can(PullTrigger.RETRY)
-            and not pull.retried
-            and not pull.rank.is_asleep
-            and pull.deadline - self._context.now > MIN_RETRY_S
-        )
+        return outcome.code is Code.TRANSPORT and not pull.retried and self._may_wait_again(pull)
+
+    def _may_wait_again(self, pull: Pull) -> bool:
+        """Whether a pull that its mover has, and of which nothing writes any more, may be read once more."""
+        has_time = pull.deadline - self._context.now > MIN_RETRY_S
+        return has_time and pull.can(PullTrigger.RETRY) and not pull.rank.is_asleep
 
     def _retry(self, pull: Pull, mover: MoverId, agent: AgentName | None, refusal: Refusal) -> None:
         """Read once more, with a new manifest, grant and connection: the source may have been replaced."""
@@ -393,7 +387,7 @@ class Pulls:
         for pull in [p for p in self._pulls.values() if p.mover == mover]:
             if pull.delivered_by_mover:
                 self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
-            elif not self._can_wait_for_next_mover(pull):
+            elif pull.num_movers_lost >= MAX_MOVERS_LOST or not self._may_wait_again(pull):
                 self._fail(pull, PullTrigger.FINISH, _mover_lost(pull))
             else:
                 self._wait_for_next_mover(pull)
@@ -406,15 +400,6 @@ class Pulls:
                 )
             )
 
-    def _can_wait_for_next_mover(self, pull: Pull) -> bool:
-        rank = pull.rank
-        return (
-            pull.can(PullTrigger.RETRY)
-            and pull.num_movers_lost < MAX_MOVERS_LOST
-            and pull.deadline - self._context.now > MIN_RETRY_S
-            and not rank.is_asleep
-        )
-
     def _wait_for_next_mover(self, pull: Pull) -> None:
         """Have the pull wait for its rank's next mover.
 
@@ -424,8 +409,8 @@ class Pulls:
         pull.transition(PullTrigger.RETRY)
         pull.num_movers_lost += 1
         pull.mover = None
-        is_last = pull.piece is None or pull.piece.is_last
-        pull.interruption = self._last_interruption if is_last else 0
+        assert pull.piece is not None
+        pull.interruption = self._last_interruption if pull.piece.is_last else 0
         self.advance(pull)
 
     def resume_interrupted(self, rank: LocalRank, message: PullsResumed) -> None:
@@ -434,8 +419,6 @@ class Pulls:
         interrupted = [p for p in self._pulls_of(rank) if p.interruption and p.interruption == message.number]
         for pull in interrupted:
             pull.interruption = 0
-            if pull.phase is not PullPhase.WAITING:
-                continue
             if pull.ticket in arrived:
                 self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
             elif pull.ticket not in again:
@@ -494,12 +477,8 @@ class Pulls:
             return
         assert phase is PullPhase.IN_DOUBT and pull.mover is not None
         mover = pull.mover
-        self._context.timers.cancel(("deadline", pull.pull_id))
-        self._context.after(
-            ("quiesce", pull.pull_id),
-            self._context.settings.quiesce_s,
-            lambda: self._retire_mover(pull, mover),
-        )
+        retire = partial(self._retire_mover, pull, mover)
+        self._context.after(("ends", pull.pull_id), self._context.settings.quiesce_s, retire)
         self._movers.reconsider(mover)
 
     def _retire_mover(self, pull: Pull, mover: MoverId) -> None:
@@ -522,8 +501,7 @@ class Pulls:
         self._inflight_bytes.release(pull.rank.uid, pull.local_bytes)
         self._block_ids.release(pull.rank.uid, request_bytes(pull.blocks))
         pull.blocks = {}  # its acknowledgement may be repeated for two minutes
-        self._context.timers.cancel(("deadline", pull.pull_id))
-        self._context.timers.cancel(("quiesce", pull.pull_id))
+        self._context.timers.cancel(("ends", pull.pull_id))
         self._context.timers.cancel(("retry", pull.pull_id))
         self._movers.reconsider(pull.mover)
 
@@ -535,7 +513,7 @@ class Pulls:
             # For an engine that has received `TicketFailed`, it was no delivery.
             if pull.phase in (PullPhase.POSTED, PullPhase.STOPPING):
                 pull.delivered_by_mover = True
-            elif pull.interruption and pull.phase is PullPhase.WAITING:
+            elif pull.interruption:
                 self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
 
     def find(self, session: SessionId, ticket: Ticket) -> Pull | None:
@@ -584,12 +562,12 @@ class Pulls:
         deadline = pull.deadline_by(self._context.settings.transfer.max_hold_s)
         if deadline != pull.deadline:
             pull.deadline = deadline
-            name, notice_at = ("deadline", pull.pull_id), deadline - self._notice_s(pull)
-            self._context.timers.set(name, notice_at, lambda: self._before_deadline(pull))
+            notice_at = deadline - self._notice_s(pull)
+            self._context.timers.set(("ends", pull.pull_id), notice_at, lambda: self._before_deadline(pull))
 
     def _before_deadline(self, pull: Pull) -> None:
         """Ask the one that the pull waits for whether it is there, so that the failure can name it."""
-        self._context.timers.set(("deadline", pull.pull_id), pull.deadline, lambda: self._expire(pull))
+        self._context.timers.set(("ends", pull.pull_id), pull.deadline, lambda: self._expire(pull))
         if pull.deadline - self._context.now <= self._notice_s(pull) / 2:
             return  # this daemon is late itself: nobody can reply in time
         if pull.phase is PullPhase.WAITING:
@@ -618,7 +596,7 @@ class Pulls:
         pull.late = _refusal(pull, Code.DEADLINE, f"{waited} while it was read: {where}").message
         self._context.emit(SendToMover(pull.mover, AbortPull(pull=pull.pull_id)))
         doubt = partial(self._fail, pull, PullTrigger.EXPIRE, Refusal(Code.DEADLINE, pull.late))
-        self._context.after(("deadline", pull.pull_id), LAST_WORD_S, doubt)
+        self._context.after(("ends", pull.pull_id), LAST_WORD_S, doubt)
 
     def describe(self, pull: Pull) -> tuple[str, str]:
         """Return whom a pull waits for that has not ended, and the sentence for people."""
@@ -674,9 +652,7 @@ class Pulls:
                 f"pull {pull.pull_id} waits, and would be read into memory that its rank has taken back"
             )
             if pull.phase is not PullPhase.IN_DOUBT:
-                assert ("deadline", pull.pull_id) in self._context.timers, (
-                    f"pull {pull.pull_id} has no deadline"
-                )
+                assert ("ends", pull.pull_id) in self._context.timers, f"pull {pull.pull_id} has no deadline"
 
 
 def _refusal(pull: Pull, code: Code, why: str) -> Refusal:
