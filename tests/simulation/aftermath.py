@@ -14,11 +14,12 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.mover.transport.staging_source import CHUNK_KEPT_S, CHUNK_REPLY_TIMEOUT_S
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import COMPLETED_S, MAX_DRAWS, Engine, Pull, Transfer
+from tests.simulation.engine import COMPLETED_S, MAX_DRAWS, MAX_HOLD_S, Engine, Pull, Transfer
 from tests.simulation.fabric import STALLED_POLL_S, Moment, SimTransport
 from tests.simulation.network import name_of
-from tests.simulation.operators import cancel_transfer
+from tests.simulation.operators import STATUS, Operator, cancel_transfer, wrong_in_status
 from tests.simulation.reasons import SILENT_S
+from tests.simulation.store import MemoryKind
 from tests.simulation.world import PlannedMessage
 
 if TYPE_CHECKING:
@@ -58,6 +59,15 @@ class Hardship(StrEnum):
     READER_DIES = "a reader dies in whose queue it was for longer than its lease"
 
 
+class Awaited(StrEnum):
+    """For whom a pull waits until its deadline, by what its message says of that."""
+
+    DAEMON = "has sent nothing for"
+    ENGINE = "look at that engine"
+    SOURCE = "did not reply; check that node, and the network between"
+    MOVER = "did not reply to this daemon; check that this node's processors are free"
+
+
 class Loss(StrEnum):
     """How a node is lost."""
 
@@ -82,6 +92,8 @@ HOME_IS_BEHIND = frozenset({
     Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE, Hardship.READERS_MOVER_DIES,
     Hardship.REQUEST_IS_CUT_OFF, Hardship.END_IS_CUT_OFF,
 })  # fmt: skip
+SHORT_DEADLINE_S, LONG_WAIT_S, AWAITED_S = 2.0, 1.3, 4.0  # for whom is waited is back behind the deadline
+LATE_STEP_S = MAX_HOLD_S + 10.0
 JOINED_S = 14.0  # by then a home has the ranks of a node whose daemon was restarted
 
 Wait = Callable[..., bool]
@@ -271,6 +283,52 @@ class Aftermath:
             raise Violation(Check.RELEASE_REASON, f"{what}, and {sorted(wrong)} is told")
         if code is Code.RANK_LOST:
             source.replace_rank(lost)
+
+    def check_deadline(self) -> None:
+        """A pull that ends at its deadline names for whom it has waited, and an operator sees so before."""
+        world, rng = self._world, self._rng
+        self._wait_joined()
+        source, sink, awaited = rng.choice(world.sources), rng.choice(world.sinks), rng.choice([*Awaited])
+        home = source.shape.nodes[0]
+        transfer = self._publish(source, awaited is Awaited.ENGINE)
+        if (
+            (awaited is Awaited.DAEMON and home in sink.shape.nodes)
+            or (awaited is Awaited.ENGINE and len(transfer.steps) == 1)
+            or (awaited is Awaited.MOVER and sink.shape.memory is MemoryKind.RESIDENT)
+        ):
+            awaited = Awaited.SOURCE
+        transfer.last_step_s = LATE_STEP_S if awaited is Awaited.ENGINE else 0.0
+        self._wait(lambda: transfer.ref is not None, PULL_S)
+        self._wait(lambda: False, 0.05)  # the publish has arrived
+        world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name} is late: {awaited.name}")
+        if awaited is Awaited.DAEMON:
+            world.kernel.stop(world.daemons[home])
+            world.after(AWAITED_S, world.kernel.resume, world.daemons[home])
+        elif awaited is not Awaited.ENGINE:
+            ends_at = world.kernel.now + AWAITED_S
+            name = "stalls_until" if awaited is Awaited.SOURCE else "hangs_until"
+            world.planned_at[Moment.READ].append((0.0, lambda mover: setattr(mover, name, ends_at)))
+        sink.pull(transfer, SHORT_DEADLINE_S)
+        self._wait(lambda: len(transfer.pulls) == sink.num_ranks, PULL_S, 0.05)
+        self._wait(lambda: False, LONG_WAIT_S)
+        self._check_seen(sink.shape.nodes[0])
+        pulls = [*transfer.pulls]
+        self._wait(lambda: all(pull.ended for pull in pulls), SHORT_DEADLINE_S + MAX_HOLD_S + 1.0, 0.05)
+        self._check_seen(sink.shape.nodes[0])
+        for pull in pulls:
+            if pull.why and awaited.value not in pull.why:
+                text = f"the pull of {pull.worker.name} was late for {awaited.name}, and says: {pull.why!r}"
+                raise Violation(Check.REASON, text)
+        if awaited is Awaited.ENGINE:
+            transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
+
+    def _check_seen(self, node: str) -> None:
+        """A daemon's state at this moment adds up."""
+        operator = Operator(self._world)
+        operator.ask(node, STATUS)
+        self._wait(lambda: not operator.num_left, PULL_S, 0.01)
+        if wrong := wrong_in_status(operator.replies[node, STATUS]):
+            raise Violation(Check.RECORDED, f"{node}: {wrong}")
 
     def _publish(self, source: Engine, grows: bool = False) -> Transfer:
         grows = grows or self._rng.random() < GROWS_SHARE

@@ -22,7 +22,7 @@ from tests.simulation.interposed import set_on
 from tests.simulation.kernel import Process, TaskState
 from tests.simulation.libzmq import SimSocket, SimTracker
 from tests.simulation.network import Wire
-from tests.simulation.operators import Operator
+from tests.simulation.operators import STATUS, Operator
 from tests.simulation.store import MemoryKind
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ NUM_PIPES_RESIDENT = 6  # a mover that was replaced is closed when the next is s
 # the most that was seen in 28 episodes (23,348 bytes in 52 messages).
 MAX_TURN_BYTES, MAX_TURN_MESSAGES = 128 << 10, 256
 MAX_TURN_PARTS = 4096  # where block ids go one or two in a message
-STATUS, METRICS = "/v1/status", "/metrics"
+METRICS = "/metrics"
 # Of the node in `/v1/status`: nothing of it is left at rest.
 GONE = (
     "num_quarantined", "quarantined_bytes", "transfers", "pulls", "published_bytes", "num_grants_given",

@@ -185,6 +185,7 @@ class Pull:
     kernels: Kernels
     ticket: client.PullTicket | None = None
     ended: str = ""  # delivered, failed, in-doubt
+    why: str = ""  # it has failed
     is_quiesced: bool = False
     is_cancelled: bool = False
     is_given_up: bool = False  # by its client's own timer, because the daemon was silent
@@ -1173,8 +1174,8 @@ class Worker:
             self.world.violate(Check.ONE_END, f"pull {ticket} of {self.name} ends twice")
             return
         world, now = self.world, self.world.kernel.now
-        pull.ended = how
-        if isinstance(event, client.Failed) and "the daemon is silent" in event.message:
+        pull.ended, pull.why = how, getattr(event, "message", "")
+        if "the daemon is silent" in pull.why:
             pull.is_given_up = True
             self.world.unsure_counts.add(self.node)
         # What is prepared later is another pull's; one that its client has failed alone leaves it.

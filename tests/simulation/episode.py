@@ -11,7 +11,7 @@ import msgspec
 
 from kvxferd.wire.limits import CHUNK_BYTES
 from tests.simulation.aftermath import Aftermath, Hardship
-from tests.simulation.audit import METRICS, STATUS, Audit, Turns
+from tests.simulation.audit import METRICS, Audit, Turns
 from tests.simulation.blunders import Blunders
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import EngineShape, Transfer
@@ -20,6 +20,7 @@ from tests.simulation.faults import Fault, Faults, draw_faults
 from tests.simulation.history import HISTORY
 from tests.simulation.kernel import SimulationError
 from tests.simulation.liars import NAME, Liar
+from tests.simulation.operators import STATUS
 from tests.simulation.shapes import draw_deployment, draw_model
 from tests.simulation.store import MemoryKind
 from tests.simulation.world import LOW_NUMBERS, SHORT_WAYS, SMALL_NUMBERS, Traits, World
@@ -233,6 +234,7 @@ class Episode:
         if self.plan.size.hardships and not self.plan.traits.may_be_busy:
             self.aftermath.check_hardships(self.plan.size.hardships)
             self.aftermath.check_ends()
+            self.aftermath.check_deadline()
             self._rest()
         if self.rng.random() < BLUNDERS_SHARE and not self.plan.traits.may_be_busy:
             Blunders(self.world, self.rng, self._wait).check()

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from kvxferd.core.sink import manifests
+from tests.simulation.checks import Check
 
 if TYPE_CHECKING:
     from tests.simulation.engine import Pull, Transfer
     from tests.simulation.world import World
 
 REPLY_S = 5.0
-TRANSFERS = "/v1/transfers"
+STATUS = "/v1/status"
+LONG_WAIT_S = 1.0  # of a pull, for which it is said then for whom it waits
+WITH_MOVERS = ("posted", "stopping", "in-doubt")
 _POLLIN = 1
 
 
@@ -50,9 +56,11 @@ class Operator:
         def run() -> None:
             with suppress(OSError):
                 self.num_left += 1
-                self._run(node, "GET", TRANSFERS)
-                pulls = json.loads(self.replies[node, TRANSFERS])["pulls"]
-                if pulls:
+                self._run(node, "GET", STATUS)
+                state = self.replies[node, STATUS]
+                if wrong := wrong_in_status(state):
+                    self._world.violate(Check.RECORDED, f"{node}: {wrong}")
+                if pulls := json.loads(state)["node"]["pulls"]:
                     shown = pulls[seed % len(pulls)]
                     for pull in self._world.open_pulls:
                         if _is_shown_as(pull, shown):
@@ -99,6 +107,44 @@ def cancel_transfer(world: World, transfer: Transfer) -> None:
         former.is_withdrawn = former.is_cancelled = True
     path = f"/v1/transfers/cancel?transfer_id={transfer.transfer_id}&engine_id={name}"
     Operator(world).post(home, path, lambda: publisher.expect_withdrawn(transfer))
+
+
+def wrong_in_status(reply: bytes) -> list[str]:
+    """Return what of a daemon's state is otherwise than by the transfers and pulls that it lists."""
+    node = json.loads(reply)["node"]
+    transfers, pulls = node["transfers"], node["pulls"]
+    states, phases = Counter(row["state"] for row in transfers), Counter(row["phase"] for row in pulls)
+    ages_s = [row["age_s"] for row in transfers]
+    adds_up = {
+        "transfer_states": node["transfer_states"] == states,
+        "pull_phases": node["pull_phases"] == phases,
+        "num_grants_given": node["num_grants_given"] == sum(row["num_grants"] for row in transfers),
+        "num_quarantined": node["num_quarantined"] == phases["in-doubt"],
+        "quarantined_bytes": bool(node["quarantined_bytes"]) == bool(phases["in-doubt"]),
+        "published_bytes": bool(node["published_bytes"]) or not states["readable"],
+        "oldest_published_s": abs(node["oldest_published_s"] - max(ages_s, default=0.0)) < 0.1,
+        "ready_tokens": all(
+            (row["ready_tokens"] == row["num_tokens"]) == (row["state"] == "readable")
+            for row in transfers
+            if row["state"] != "granted"
+        ),
+        "waits": all(
+            bool(row["waits"]) == (row["phase"] not in WITH_MOVERS and row["age_s"] >= LONG_WAIT_S)
+            for row in pulls
+        ),
+        "limits": all(
+            one["used"] <= one["limit"] for one in node["limits"] if one["name"] != "max_inflight_bytes"
+        ),
+        "peers": all(
+            len({one["engine_id"] for one in engines}) == len(engines) <= manifests.MAX_ENGINES_PER_PEER
+            for engines in (peer["engines"] for peer in node["peers"])
+        ),
+        "complete": all(
+            one["complete"] == (one["home"] == node["endpoint"] and not one["lacking"])
+            for one in node["engines"]
+        ),
+    }
+    return [f"{name}: {node.get(name)}" for name, is_so in adds_up.items() if not is_so]
 
 
 def _is_shown_as(pull: Pull, shown: dict[str, Any]) -> bool:
