@@ -22,7 +22,7 @@ from tests.simulation.interposed import set_on
 from tests.simulation.kernel import Process, TaskState
 from tests.simulation.libzmq import SimSocket, SimTracker
 from tests.simulation.network import Wire
-from tests.simulation.operators import STATUS, Operator
+from tests.simulation.operators import STATUS, Operator, wrong_in_status
 from tests.simulation.store import MemoryKind
 
 if TYPE_CHECKING:
@@ -114,8 +114,10 @@ class Audit:
 
     def _left_in_daemon(self, node: str) -> list[str]:
         """Return what a daemon by its own word still has."""
-        state = msgspec.json.decode(self._operator.replies[node, STATUS])["node"]
+        reply = self._operator.replies[node, STATUS]
+        state = msgspec.json.decode(reply)["node"]
         found = [f"{node} has {name} {state[name]}" for name in GONE if state[name]]
+        found += [f"{node} says {wrong}" for wrong in wrong_in_status(reply)]
         used = {limit["name"]: limit["used"] for limit in state["limits"]}
         found += [
             f"{node} charges {number} of {name}"
