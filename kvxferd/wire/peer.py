@@ -180,7 +180,7 @@ class RequestDone(Message, frozen=True):
     """The reply to a returned grant, an acknowledgement, an abandonment or a member's report.
 
     `is_new`: of a `JoinRank`, the home did not know the rank, nor what it has reported. `polls`: of a
-    `JoinRank`, the rank's mover must poll, or go on polling; else it need not.
+    `JoinRank`, the rank's mover goes on polling if it was requested to; else it need not.
     """
 
     request: int

@@ -288,9 +288,7 @@ class LocalRanks:
 
         A rank that was to be registered goes. One that was to be resumed stays suspended, and may try again.
         """
-        rank = session.rank
-        if rank is None:
-            return
+        rank = session.local_rank
         if rank.request is None:
             self._close(session, Farewell(code=refusal.code, message=refusal.message))
             return

@@ -94,8 +94,8 @@ class Member:
         self._context.after(("heartbeat", rank.session), after_s, lambda: self._join_again(rank))
 
     def _join_again(self, rank: LocalRank) -> None:
-        if rank.join_request and rank.state is RankState.JOINING:
-            self._set_timer(rank, self._context.settings.member_heartbeat_s)  # the first reply is still due
+        if rank.join_request:
+            self._set_timer(rank, self._context.settings.member_heartbeat_s)  # it is repeated until its reply
         elif rank.state in (RankState.JOINING, RankState.READY):
             self._send_join(rank)
 
@@ -117,9 +117,7 @@ class Member:
             self.on_joined(rank, Refusal(reply.code, reply.message, wait_s))
 
     def _do_as_told(self, rank: LocalRank, reply: RequestDone) -> None:
-        if reply.polls and rank.agent is not None:
-            self._poll_requests.acquire(rank.agent, ("home", rank.spec.home))
-        elif rank.agent is not None and not rank.asked_to_poll:
+        if rank.agent is not None and not (reply.polls or rank.asked_to_poll):
             self._poll_requests.release(rank.agent, ("home", rank.spec.home))
         if reply.is_new:  # it ignores what has ended there
             for transfer_id in rank.reported:

@@ -248,9 +248,10 @@ class Movers:
         The agent stays that of the peer that named it first. Otherwise a peer that made a read fail, by an
         address that does not exist, could be the next to describe the agent.
         """
-        known = self._movers.get(mover)
-        remote = known.remotes.get(agent) if known is not None else None
-        if known is None or remote is None or not remote.loaded:
+        if (known := self._movers.get(mover)) is None:
+            return
+        remote = known.remotes.get(agent)
+        if remote is None or not remote.loaded:
             return
         known.remote_bytes_of[remote.peer] -= sum(map(len, remote.loaded))
         remote.loaded.clear()

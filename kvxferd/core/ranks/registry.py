@@ -218,10 +218,8 @@ class Registry:
             self._share.add(record.uid, 1)
 
     def remove(self, record: RankRecord) -> None:
-        """Remove the rank, and its engine with the last one. Does nothing where the rank was replaced."""
-        engine = self.get(record.spec.key)
-        if engine is None or engine.ranks.get(record.spec.rank) is not record:
-            return
+        """Remove the rank, and its engine with the last one."""
+        engine = self._engines[record.spec.key.engine_id][record.spec.key]
         engine.remove(record.spec.rank)
         if isinstance(record, LocalRank):
             self._share.release(record.uid)
