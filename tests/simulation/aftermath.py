@@ -14,7 +14,7 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.mover.transport.staging_source import CHUNK_KEPT_S, CHUNK_REPLY_TIMEOUT_S
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import COMPLETED_S, MAX_DRAWS, MAX_HOLD_S, Engine, Pull, Transfer
+from tests.simulation.engine import COMPLETED_S, MAX_DRAWS, MAX_HOLD_S, Engine, Pull, Transfer, Worker
 from tests.simulation.fabric import STALLED_POLL_S, Moment, SimTransport
 from tests.simulation.network import name_of
 from tests.simulation.operators import STATUS, Operator, cancel_transfer, wrong_in_status
@@ -57,6 +57,7 @@ class Hardship(StrEnum):
     CONNECTION_BREAKS = "the connection breaks by which it is read"
     LONG_QUEUE = "its reader's queue is longer than its lease"
     READER_DIES = "a reader dies in whose queue it was for longer than its lease"
+    READER_SLEEPS = "its reader sleeps as it has it"
 
 
 class Awaited(StrEnum):
@@ -223,6 +224,8 @@ class Aftermath:
             raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice: {hardship.value}")
         if hardship is Hardship.END_IS_CUT_OFF:
             self._wait(lambda: transfer.is_over, LONG_CUT_OFF_S + COMPLETED_S + 1.0)
+        if hardship is Hardship.READER_SLEEPS and not self._wait(lambda: transfer.is_over, ENDS_WITHIN_S):
+            raise Violation(Check.COMPLETED, f"{what} is not released, and its reader had it before it slept")
 
     def _wait_joined(self) -> None:
         """Wait until nothing of what was before stands in the way of what comes next."""
@@ -372,6 +375,10 @@ class Aftermath:
                 world.planned_at[Moment.READ].append((0.0, self._fail_behind_grant))
             case Hardship.READ_FAILS:
                 world.planned_at[Moment.READ].append((0.0, lambda mover: mover.fail_one_read(settled=True)))
+            case Hardship.READER_SLEEPS:
+                world.unsure_counts |= {*sink.shape.nodes}  # a daemon hears of no bytes then
+                world.planned_at[Moment.READ_DONE].append((0.0, self._cut_off_daemon))
+                transfer.at_delivery = Worker.suspend
             case Hardship.CONNECTION_BREAKS:
                 world.planned_at[Moment.READ].append((0.0, self._break_connection))
 
@@ -387,6 +394,11 @@ class Aftermath:
         if reader is not sink:
             reader.die()
             world.after(0.3, reader.start)
+
+    def _cut_off_daemon(self, transport: SimTransport) -> None:
+        """Have a mover's next word for its daemon break off: only its worker hears what it has read."""
+        if transport.process.parent is not self._world.kernel.host:
+            transport.process.num_cuts = 1
 
     def _kill_mover(self, transport: SimTransport) -> None:
         if transport.process.parent is not self._world.kernel.host:  # else it is a thread of a rank

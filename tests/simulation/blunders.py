@@ -23,12 +23,14 @@ from kvxferd.wire import worker as worker_wire
 from kvxferd.wire.common import BlockIds, Message, Versions
 from kvxferd.wire.framing import HEADER, encode_frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES, MAX_OPEN_ASSEMBLIES
+from tests.simulation import wrong_daemons
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import Transfer, Worker
 from tests.simulation.history import End
 from tests.simulation.interposed import set_on
 from tests.simulation.shapes import draw_request, own_lists
 from tests.simulation.store import MemoryKind, Store
+from tests.simulation.wrong_daemons import WRONG, WrongMessage
 from tests.support.raw_worker import RawWorker, frame
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 ANSWER_S = 12.0
 NUM_CALLS = 40  # of an episode
 OWNER_SHARE = 0.3
+NUM_WRONG_DAEMONS = 6
 BACK_S, SETTLED_S = 60.0, 14.0  # of a daemon that was restarted
 NUM_TOKENS = 5
 TOO_MANY_TOKENS = 17  # no transfer has so many
@@ -334,6 +337,8 @@ class Blunders:
                 self._check_stranger(rng.choice(world.node_names))
             elif drawn < 0.82:
                 self._check_no_daemon(rng.choice(world.node_names))
+                for wrong in rng.sample(WRONG, NUM_WRONG_DAEMONS):
+                    self._check_wrong_daemon(reader, wrong)
             elif drawn < 0.87 and sink.num_ranks == 1:
                 self._check_other_model(sink.ranks[0], transfer)
             elif drawn < 0.94 or not growing:
@@ -377,11 +382,14 @@ class Blunders:
                 code, f"{worker.name} calls {what} with {name}", partial(self._call, worker, what, call)
             )
 
-    def _expect(self, code: Code, what: str, make: Callable[[list[object]], None]) -> None:
+    def _expect(
+        self, code: object, what: str, make: Callable[[list[object]], None], settle_s: float = 0.0
+    ) -> None:
         """What is called is refused with its code, and with nothing more."""
         answers: list[object] = []
         self._world.tell("blunder", what)
         make(answers)
+        self._wait(lambda: False, settle_s)
         if not self._wait(lambda: bool(answers), ANSWER_S) or answers != [code]:
             raise Violation(Check.REFUSED, f"{what}: {answers}, not {code}")
 
@@ -476,6 +484,11 @@ class Blunders:
             kernel.spawn(f"stranger at {node}", run, uid=STRANGER)
 
         self._expect(code, f"a process looks for a daemon at {path.name} of {node}", make)
+
+    def _check_wrong_daemon(self, worker: Worker, wrong: WrongMessage) -> None:
+        """A client leaves a daemon that sends what is out of place, and keeps nothing that came from it."""
+        text = f"a daemon sends {type(wrong.message).__name__} {wrong.carries} {wrong.to and 'to '}{wrong.to}"
+        self._expect("left", text, partial(wrong_daemons.start, worker, wrong), 3.0)
 
     def _check_registration(self, worker: Worker) -> None:
         """A process cannot take the place of a rank, nor one beside it."""

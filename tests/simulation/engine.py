@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -136,6 +136,7 @@ class Transfer:
     prepared: dict[Worker, float] = field(default_factory=dict)  # since when, by ranks that have not pulled
     last_read: float = 0.0  # when a pull of it has last ended
     is_read_early: bool = False  # each pull of it is progressive
+    at_delivery: Callable[[Worker], None] = lambda worker: None  # as a rank hears that it has it
     last_step_s: float = 0.0  # from the step before to the last one, on each rank; 0: it is drawn
 
     @property
@@ -442,8 +443,40 @@ class Worker:
             if going_on := [ticket for ticket, pull in self.pulls.items() if not pull.ended]:
                 text = f"{self.name} has closed its session, and pulls {going_on} go on"
                 self.world.violate(Check.CANCELLED, text)
+            own = [one for one in self.transfers.values() if one.publisher is self and one.ref is not None]
+            if kept := [one.transfer_id for one in own if not one.is_over]:
+                text = f"{self.name} has closed its session, and does not hear that {kept} are released"
+                self.world.violate(Check.RELEASE_HEARD, text)
+            self._check_refuses(Code.CANCELLED)
             self._check_closed()
         self.kill()
+
+    def _check_refuses(self, code: Code) -> None:
+        """A session that is over takes no call; one of a rank that sleeps none that needs its memory."""
+        rank: Any = self.handle
+        ref = client.make_ref(self.world.endpoint_of(self.node), "nobody", "g0", "late")
+        calls: list[Callable[[], object]] = [
+            lambda: rank.publish("late", {}, 1),
+            lambda: rank.add_blocks("late", {}),
+        ]
+        if self.spec is not None:
+            calls += [lambda: rank.ready("late"), lambda: rank.pull(ref, {}, 1, 1.0)]
+        if code is not Code.SUSPENDED:
+            calls += [lambda: rank.unpublish(ref), lambda: rank.reference("late")]
+            if self.store is not None:
+                regions = self.store.regions
+                calls += [lambda: rank.prepare(ref), lambda: rank.abandon(ref), rank.suspend]
+                calls.append(lambda: rank.resume(regions))
+        for number, call in enumerate(calls):
+            try:
+                call()
+                found = None
+            except KvxferdError as error:
+                found = error.code
+            if found is not code:
+                self.world.violate(
+                    Check.REFUSED, f"call {number} of {self.name} is refused as {found}, not {code}"
+                )
 
     def _check_closed(self) -> None:
         """A closed session has given all of its descriptors back."""
@@ -1090,10 +1123,11 @@ class Worker:
     def _suspended(self) -> None:
         self.is_suspending, self.is_suspended = False, True
         assert isinstance(self.handle, client.RankHandle)
-        if not self.handle.is_suspended:
+        if not self.handle.is_suspended or self.handle.memory_in_use:
             self.world.violate(
                 Check.SUSPENDED_AFTER, f"{self.name} sleeps, and its handle says that it does not"
             )
+        self._check_refuses(Code.SUSPENDED)
         waiting = [pull for pull in self.pulls.values() if not pull.ended]
         if waiting:
             self.world.violate(Check.SUSPENDED_AFTER, f"{self.name} sleeps, and {len(waiting)} pulls go on")
@@ -1107,14 +1141,6 @@ class Worker:
         for pull in list(self.pulls.values()):
             pull.is_quiesced = True  # nobody has the memory
         self.world.after(self.world.rng.choice((0.0005, 0.002, 0.05, 0.5)), self.do, self.resume)
-
-    def _check_says(self, is_suspended: bool) -> None:
-        """The client says of a rank that sleeps that it does, and that nobody has its memory."""
-        assert isinstance(self.handle, client.RankHandle)
-        says = (self.handle.is_suspended, not self.handle.memory_in_use)
-        if says != (is_suspended, is_suspended):
-            text = f"{self.name} has heard {is_suspended} of its sleep, and its handle says {says}"
-            self.world.violate(Check.SUSPENDED_AFTER, text)
 
     def resume(self) -> None:
         """Come back with other memory."""
@@ -1186,6 +1212,7 @@ class Worker:
         self._note_end(event)
         if isinstance(event, client.Delivered):
             self._check_delivered(pull, event)
+            pull.transfer.at_delivery(self)
         else:
             world.reasons.check_failed(pull, event)
         if how == "in-doubt":

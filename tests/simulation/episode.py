@@ -14,7 +14,7 @@ from tests.simulation.aftermath import Aftermath, Hardship
 from tests.simulation.audit import METRICS, Audit, Turns
 from tests.simulation.blunders import Blunders
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import EngineShape, Transfer
+from tests.simulation.engine import LEAVE_S, EngineShape, Transfer
 from tests.simulation.fabric import Pace
 from tests.simulation.faults import Fault, Faults, draw_faults
 from tests.simulation.history import HISTORY
@@ -39,6 +39,7 @@ IDLE_S = 5.0
 MAX_QUIET_WAKES, MAX_WAKES, MAX_DAEMON_WAKES = 3, 20, 150
 SETTLE_S, SETTLE_LOOK_S = 20.0, 2.0  # for movers that end, and spare ones that start behind a backoff
 REPLY_S = 5.0
+LEAVE_AFTER_S = (0.0, 0.0005, 0.002, 0.02)
 TRAFFIC_S = (0.002, 0.01, 0.03, 0.3)
 NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
 LOST_NODE_SHARE, BLUNDERS_SHARE = 0.15, 0.5  # of the episodes
@@ -223,7 +224,7 @@ class Episode:
         self._rest()
         self._check_left()
         self._check_idle()
-        self.world.tell("episode", "is at rest")
+        self._leave()
 
     def _after(self) -> None:
         """What follows the faults: a transfer arrives at once, then against hardships, or a node is lost."""
@@ -307,6 +308,19 @@ class Episode:
                 most = MAX_QUIET_WAKES
             if (number := one.num_wakes - before[one]) > most:
                 raise Violation(Check.IDLE, f"{one.name} wakes {number} times in {IDLE_S:g} s at rest")
+
+    def _leave(self) -> None:
+        """All close their sessions, most in the middle of a request."""
+        for source in self.world.sources:
+            if (transfer := source.publish(1)) is not None:
+                self.rng.choice(self.world.sinks).pull(transfer)
+        self.world.kernel.sleep(self.rng.choice(LEAVE_AFTER_S))
+        workers = [worker for engine in self.world.engines for worker in engine.workers]
+        for worker in workers:
+            worker.do(worker.leave)
+        if not self._wait(lambda: not any(worker.is_alive for worker in workers), LEAVE_S):
+            raise Violation(Check.HUNG, "a process that closes its session does not end")
+        self._wait(lambda: True, 0.0)
 
     def _ask(self, path: str) -> list[str]:
         self.audit.ask(path)

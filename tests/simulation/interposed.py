@@ -355,17 +355,19 @@ def _install_sockets(kernel: Kernel, send_buffer: int) -> None:
     of_resident_movers: set[int] = set()  # by inode
 
     def sendmsg(sock: socket.socket, buffers: Any, ancillary: Any = (), flags: int = 0, *to: Any) -> int:
-        process, parts = kernel.current.process, list(buffers)
-        is_cut = process.num_cuts and sock.type == socket.SOCK_STREAM
-        if is_cut and os.fstat(sock.fileno()).st_ino not in of_resident_movers:
+        process, parts, is_stream = kernel.current.process, list(buffers), sock.type == socket.SOCK_STREAM
+        if process.num_cuts and is_stream and os.fstat(sock.fileno()).st_ino not in of_resident_movers:
             process.num_cuts -= 1
             with contextlib.suppress(OSError):
                 _real_sendmsg(sock, [memoryview(parts[0])[: len(parts[0]) // 2]], ancillary, flags)
             sock.shutdown(socket.SHUT_RDWR)
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
-        if process.io_bytes:
+        if process.io_bytes and is_stream:
             parts = [memoryview(parts[0])[: process.io_bytes]]
         return _real_sendmsg(sock, parts, ancillary, flags, *to)
+
+    def send(sock: socket.socket, content: Any, flags: int = 0) -> int:
+        return sendmsg(sock, [content], (), flags)
 
     def recvmsg_into(sock: socket.socket, buffers: Any, *more: Any) -> Any:
         if size := kernel.current.process.io_bytes:
@@ -384,6 +386,7 @@ def _install_sockets(kernel: Kernel, send_buffer: int) -> None:
         return made
 
     set_on(socket.socket, "sendmsg", sendmsg)
+    set_on(socket.socket, "send", send)
     set_on(socket.socket, "recvmsg_into", recvmsg_into)
     set_on(socket, "socketpair", socketpair)
 

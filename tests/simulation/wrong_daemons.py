@@ -1,0 +1,129 @@
+"""Daemons that send what is out of place: a client leaves such a one, and keeps nothing of it."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from kvxferd import client
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.frame_socket import FrameSocket, close_fds
+from kvxferd.ids import Ticket
+from kvxferd.memory import FencePage
+from kvxferd.wire import worker as wire
+from kvxferd.wire.codec import CLIENT_MESSAGES, encode
+from kvxferd.wire.common import Message
+from tests.simulation.engine import Worker
+from tests.simulation.store import MemoryKind, Store
+
+COMES_S = 5.0  # within which a client comes, and says what it is
+LEAVES_S = 0.2  # within which it leaves
+STAYS_S = 1.0  # that it would wait for a reply, and be a rank then
+
+
+class WrongMessage(NamedTuple):
+    """What is sent in the place of the reply to a message of that name; "": behind all replies."""
+
+    to: str
+    message: Message
+    carries: str = ""  # "page" or "pidfd"
+
+
+WELCOME = wire.Welcome(version=wire.WORKER_VERSIONS.newest, boot_id="boot", lease_s=8.0, max_hold_s=20.0)
+REGISTERED = wire.Registered(request=1, endpoint="tcp://10.0.0.1:9441")
+REFUSED = wire.Refused(request=1, code=Code.BUSY, message="")
+OFFERED = wire.MoverOffered(number=1)
+DELIVERED = wire.TicketDelivered(ticket=Ticket(1), bytes=1, runs=1, wire_s=0.0)
+WRONG = [
+    WrongMessage("Hello", replace(WELCOME, version=99)),
+    WrongMessage("Hello", WELCOME, "page"),
+    WrongMessage("Hello", REGISTERED),
+    WrongMessage("Hello", OFFERED, "pidfd"),
+    WrongMessage("Register", WELCOME),
+    WrongMessage("Register", REGISTERED),
+    WrongMessage("Register", replace(REGISTERED, request=2), "page"),
+    WrongMessage("Register", replace(REFUSED, request=2)),
+    WrongMessage("Register", wire.FdsRequest(request=2)),
+    WrongMessage("Register", OFFERED),
+    WrongMessage("Register", OFFERED, "page"),  # which nobody can wait for
+    WrongMessage("Register", DELIVERED),
+    WrongMessage("Register", wire.Suspended()),
+    WrongMessage("Register", wire.MoverRequest()),
+    WrongMessage("Register", wire.PullsInterrupted(number=1, tickets=())),
+    WrongMessage("", WELCOME),
+    WrongMessage("", REGISTERED, "page"),
+    WrongMessage("", REFUSED),
+    WrongMessage("", wire.FdsRequest(request=1)),
+    WrongMessage("", wire.Suspended()),
+    WrongMessage("", wire.TicketQuiesced(ticket=Ticket(1))),
+    WrongMessage("", replace(DELIVERED, ticket=Ticket(0))),
+    WrongMessage("", wire.MoverChanged(), "page"),
+]
+
+
+def serve(path: Path, wrong: WrongMessage, wait: Callable[[int, float], bool], answers: list[object]) -> None:
+    """Be a daemon for one client. `wait`: for a descriptor, return whether it is readable in time."""
+    within_s = COMES_S
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        wait(listener.fileno(), within_s)
+        link = FrameSocket(listener.accept()[0])
+    path.unlink()
+
+    def send(message: Message, carries: str = "") -> None:
+        make = {"page": lambda: FencePage.create().fd, "pidfd": lambda: os.pidfd_open(os.getpid())}
+        link.send(encode(message), (make[carries](),) if carries else ())
+
+    while wait(link.fileno(), within_s):
+        if (frames := link.receive()) is None:
+            answers.append("left")
+            break
+        for frame in frames:
+            close_fds(frame.fds)
+            to = type(CLIENT_MESSAGES.decode(frame.payload)).__name__
+            if to == "Hello" != wrong.to:
+                send(WELCOME)
+            if to == "Register" != wrong.to:
+                send(REGISTERED, "page")
+            if to == wrong.to or (to == "Register" and not wrong.to):
+                send(wrong.message, wrong.carries)
+                send(OFFERED, "pidfd")  # it is read with what is wrong, and dropped
+                within_s = LEAVES_S
+        link.flush()
+    link.close()
+
+
+def be_client(path: Path, worker: Worker, answers: list[object]) -> None:
+    """Be a rank like this worker, for a while; add to `answers` what is left of that."""
+    kernel, world = worker.world.kernel, worker.world
+    assert worker.spec is not None
+    assert worker.shape is not None
+    store = Store(worker.shape, MemoryKind.SHARED)
+    before = world.num_fds(kernel.current.process)
+    with (
+        suppress(KvxferdError),
+        client.connect(path, timeout_s=STAYS_S) as made,
+        made.register(worker.spec, worker.shape.layout, store.regions, STAYS_S),
+    ):
+        kernel.sleep(STAYS_S)
+    if (left := world.num_fds(kernel.current.process) - before) > 0:
+        answers.append(f"{left} descriptors are left")
+
+
+def start(worker: Worker, wrong: WrongMessage, answers: list[object]) -> None:
+    """Have a client meet such a daemon: `answers` is "left", and nothing more, some time later."""
+    kernel, path = worker.world.kernel, worker.world.socket_of(worker.node).with_name("wrong.sock")
+
+    def wait(fd: int, within_s: float) -> bool:
+        return kernel.wait(((fd, select.EPOLLIN),), within_s)
+
+    kernel.spawn(f"wrong daemon at {worker.node}", lambda: serve(path, wrong, wait, answers))
+    kernel.spawn(f"its client at {worker.node}", lambda: be_client(path, worker, answers))
