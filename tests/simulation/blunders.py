@@ -305,7 +305,7 @@ OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
 def _is_offered(worker: Worker) -> bool:
     """Whether another process could offer to be this rank: of an engine that spans, its home says so late."""
     shape = worker.engine.shape
-    return worker.shape is not None and shape.memory is MemoryKind.SHARED and len({*shape.nodes}) == 1
+    return worker.shape is not None and len({*shape.nodes}) == 1
 
 
 class Blunders:
@@ -525,14 +525,16 @@ class Blunders:
 
         def make(answers: list[object]) -> None:
             def run() -> None:
-                store = Store(shape, MemoryKind.SHARED)
+                store, found = Store(shape, worker.engine.shape.memory), set[object]()
                 offered = change(Stranger(spec, shape.layout, store.regions))
-                try:
-                    with client.connect(self._world.socket_of(worker.node), timeout_s=5.0) as made:
-                        made.register(offered.spec, offered.layout, offered.regions, timeout_s=ANSWER_S)
-                    answers.append("registered")
-                except KvxferdError as error:
-                    answers.append(error.code)
+                with client.connect(self._world.socket_of(worker.node), timeout_s=5.0) as made:
+                    for _ in range(2):  # the connection can be used again
+                        try:
+                            worker.register_rank(made, *offered, ANSWER_S)
+                            found.add("registered")
+                        except KvxferdError as error:
+                            found.add(error.code)
+                answers.extend(found)
 
             self._world.kernel.spawn(f"stranger at {worker.node}", run, uid=uid)
 

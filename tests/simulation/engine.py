@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -16,7 +16,7 @@ from kvxferd import client, resident
 from kvxferd.client.publishes import RETRIED_ON_REPLAY
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation, Rank, TransferId
-from kvxferd.layout import EngineSpec, GroupKind
+from kvxferd.layout import EngineSpec, GroupKind, RankLayout
 from kvxferd.wire.common import RefLike
 from tests.simulation.checks import Check
 from tests.simulation.contents import Lists, expected_bytes
@@ -37,6 +37,8 @@ from tests.simulation.store import MemoryKind, Store
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
+
+T = TypeVar("T")
 
 MAX_ATTEMPTS = 3
 PATIENT_S = 10.0
@@ -66,6 +68,7 @@ LOW_LIMIT = 3  # of an engine's transfers, and of a rank's pulls, where limits a
 PIECE_S = 0.9  # within which a pull at rest has read a first piece
 REFUSED_S = 3.0  # within which what is too much has been refused
 PREPARE_SHARE, PREPARE_GROWING_SHARE = 0.3, 0.8  # of requests that are announced before they are pulled
+SHORT_S, SHORT_SHARE = 0.002, 0.15  # that some calls wait for their daemon
 LEAVE_S = 6.0  # within which a process that closes its session has ended
 
 
@@ -437,6 +440,8 @@ class Worker:
             self.world.kernel.on_strike(self.process)
             for pull in self.pulls.values():
                 pull.is_cancelled = True
+            closed: list[bool] = []
+            self.handle.call_at_close(lambda: closed.append(True))
             self.handle.close()
             for event in self.handle.poll():
                 self._handle(event)
@@ -448,6 +453,8 @@ class Worker:
                 text = f"{self.name} has closed its session, and does not hear that {kept} are released"
                 self.world.violate(Check.RELEASE_HEARD, text)
             self._check_refuses(Code.CANCELLED)
+            if not closed:
+                self.world.violate(Check.REST, f"{self.name} is not called as its session closes")
             self._check_closed()
         self.kill()
 
@@ -533,27 +540,45 @@ class Worker:
             assert self.handle is not None
             while self._commands:
                 self._commands.popleft()()
+            is_connected = self.handle.is_connected
             for event in self.handle.poll():
                 self._handle(event)
             self._polled_at = self.world.kernel.now
-            if not self.handle.is_connected:
+            if not is_connected:
                 self._connected_at = self._polled_at
+                self._check_none_withdrawn()
             self.check_memory()
             if not self._commands:
                 self.world.kernel.wait(((self.handle.fileno(), select.EPOLLIN),), None)
 
+    def _within(self, timeout_s: float, call: Callable[[float], T]) -> T:
+        """Make a call that waits: it returns as its daemon replies, not as the time is over."""
+        began = self.world.kernel.now
+        made = call(SHORT_S if (is_short := self.world.rng.random() < SHORT_SHARE) else timeout_s)
+        parties = {self, self.node, self.process, ("daemon", self.node)}
+        is_struck = self.world.reasons.is_struck(began, parties)
+        if self.world.kernel.now >= began + timeout_s and not is_short and not is_struck:
+            self.world.violate(Check.REGISTERED, f"a call of {self.name} returns when its time is over")
+        return made
+
     def _register(self) -> bool:
+        path = self.world.socket_of(self.node)
         try:
-            connected = client.connect(self.world.socket_of(self.node), timeout_s=5.0, name=self.name)
+            connected = self._within(5.0, lambda s: client.connect(path, timeout_s=s, name=self.name))
         except (KvxferdError, OSError) as error:
             self.tell(f"is not connected: {error}")
             return False
         try:
             if self.spec is None:
-                self.handle = connected.attach(self.engine.shape.name, self.generation, timeout_s=5.0)
+                attach = partial(connected.attach, self.engine.shape.name, self.generation)
+                self.handle = self._within(5.0, attach)
             else:
+                assert self.shape is not None
                 self.store = self._new_store()
-                self.handle = self._register_rank(connected, self.spec, self.store)
+                register = partial(
+                    self.register_rank, connected, self.spec, self.shape.layout, self.store.regions
+                )
+                self.handle = self._within(10.0, register)
         except (KvxferdError, OSError) as error:
             self.tell(f"is not registered: {error}")
             connected.close()
@@ -567,13 +592,12 @@ class Worker:
         assert self.shape is not None
         return Store(self.shape, self.engine.shape.memory)
 
-    def _register_rank(self, connected: client.Client, spec: EngineSpec, store: Store) -> client.RankHandle:
-        assert self.shape is not None
-        layout, regions, fabric = self.shape.layout, store.regions, self.world.fabric
-        if isinstance(regions, list):
-            return connected.register(spec, layout, regions, timeout_s=10.0)
-        make_transport = partial(SimTransport, fabric, is_resident=True)
-        return resident.register(connected, spec, layout, regions, 10.0, make_transport)
+    def register_rank(
+        self, connected: client.Client, spec: EngineSpec, layout: RankLayout, regions: Any, timeout_s: float
+    ) -> client.RankHandle:
+        """Register a rank with memory of this one's kind."""
+        make_transport = partial(SimTransport, self.world.fabric, is_resident=True)
+        return resident.register(connected, spec, layout, regions, timeout_s, make_transport)
 
     # --- as a source
 
@@ -776,6 +800,14 @@ class Worker:
         self.handle.unpublish(transfer.ref)
         self.tell(f"unpublishes {transfer.transfer_id}")
         self.expect_withdrawn(transfer)
+
+    def _check_none_withdrawn(self) -> None:
+        """A client that has no daemon has itself released what its engine has withdrawn."""
+        for one in self.transfers.values():
+            is_own = one.publisher is self and one.is_withdrawn and not one.is_cancelled
+            if is_own and not one.is_over:
+                text = f"{one.transfer_id} of {self.name} is withdrawn, and lives on without a daemon"
+                self.world.violate(Check.WITHDRAWN, text)
 
     def expect_withdrawn(self, transfer: Transfer) -> None:
         """A transfer that is withdrawn ends."""
@@ -1152,7 +1184,7 @@ class Worker:
             self.world.after(RETRY_S, self.do, self.resume)
             return
         try:
-            self.handle.resume(fresh.regions, timeout_s=20.0)
+            self._within(20.0, partial(self.handle.resume, fresh.regions))
         except (KvxferdError, OSError) as error:
             self.tell(f"cannot wake: {error}")
             goes_on = getattr(error, "code", None) in (Code.DEADLINE, Code.DAEMON_LOST)
