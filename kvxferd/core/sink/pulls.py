@@ -338,7 +338,6 @@ class Pulls:
         elif pull.can(PullTrigger.FAULT):
             self._fail(pull, PullTrigger.FAULT, refusal)
             if not outcome.quiesced_follows:
-                self._context.timers.cancel(("ends", pull.pull_id))
                 self._retire_mover(pull, mover)
         if outcome.agent is not None and outcome.code is Code.TRANSPORT:
             self._invalidate_remote(pull.held_grant, mover, outcome.agent)
@@ -364,9 +363,6 @@ class Pulls:
     def _ask_again(self, pull: Pull, refusal: Refusal) -> None:
         """Ask for the grant again. Without it after a while, or without time for it, the pull is refused."""
         left_s = pull.deadline - self._context.now
-        if left_s <= MIN_RETRY_S:
-            self._fail(pull, PullTrigger.REFUSE, refusal)
-            return
         self._context.after(
             ("retry", pull.pull_id),
             min(RETRY_WITHIN_S, left_s - MIN_RETRY_S / 2),
@@ -451,7 +447,7 @@ class Pulls:
         emit_record(self._context, pull, "delivered", None, "", delivered_at, took_s)
 
     def _fail(self, pull: Pull, trigger: PullTrigger, refusal: Refusal) -> None:
-        was_stopping = pull.phase is PullPhase.STOPPING and not pull.late
+        was_stopping = pull.phase is PullPhase.STOPPING
         pull.failed_phase = pull.failed_phase or pull.record_phase
         phase = pull.transition(trigger)
         if phase is PullPhase.QUIESCED:
