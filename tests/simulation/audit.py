@@ -114,10 +114,9 @@ class Audit:
 
     def _left_in_daemon(self, node: str) -> list[str]:
         """Return what a daemon by its own word still has."""
-        reply = self._operator.replies[node, STATUS]
-        state = msgspec.json.decode(reply)["node"]
+        state = msgspec.json.decode(self._operator.replies[node, STATUS])["node"]
         found = [f"{node} has {name} {state[name]}" for name in GONE if state[name]]
-        found += [f"{node} says {wrong}" for wrong in wrong_in_status(reply)]
+        found += wrong_in_status(state)
         used = {limit["name"]: limit["used"] for limit in state["limits"]}
         found += [
             f"{node} charges {number} of {name}"

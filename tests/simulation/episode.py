@@ -235,7 +235,7 @@ class Episode:
         if self.plan.size.hardships and not self.plan.traits.may_be_busy:
             self.aftermath.check_hardships(self.plan.size.hardships)
             self.aftermath.check_ends()
-            self.aftermath.check_deadline()
+            self.aftermath.check_deadlines()
             self._rest()
         if self.rng.random() < BLUNDERS_SHARE and not self.plan.traits.may_be_busy:
             Blunders(self.world, self.rng, self._wait).check()

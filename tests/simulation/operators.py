@@ -55,12 +55,7 @@ class Operator:
 
         def run() -> None:
             with suppress(OSError):
-                self.num_left += 1
-                self._run(node, "GET", STATUS)
-                state = self.replies[node, STATUS]
-                if wrong := wrong_in_status(state):
-                    self._world.violate(Check.RECORDED, f"{node}: {wrong}")
-                if pulls := json.loads(state)["node"]["pulls"]:
+                if pulls := self._look(node)["pulls"]:
                     shown = pulls[seed % len(pulls)]
                     for pull in self._world.open_pulls:
                         if _is_shown_as(pull, shown):
@@ -68,6 +63,17 @@ class Operator:
                     self._run(node, "POST", f"/v1/pulls/cancel?pull={shown['pull']}")
 
         self._spawn(node, run)
+
+    def look(self, node: str) -> None:
+        """Start a process that looks whether a daemon's state adds up."""
+        self._spawn(node, lambda: self._look(node))
+
+    def _look(self, node: str) -> Any:
+        self.num_left += 1
+        self._run(node, "GET", STATUS)
+        if wrong := wrong_in_status(state := json.loads(self.replies[node, STATUS])["node"]):
+            self._world.violate(Check.RECORDED, f"{node}: {wrong}")
+        return state
 
     def _spawn(self, node: str, run: Callable[[], None]) -> None:
         self._world.kernel.spawn(f"operator of {node}", run, uid=os.geteuid())
@@ -109,42 +115,40 @@ def cancel_transfer(world: World, transfer: Transfer) -> None:
     Operator(world).post(home, path, lambda: publisher.expect_withdrawn(transfer))
 
 
-def wrong_in_status(reply: bytes) -> list[str]:
-    """Return what of a daemon's state is otherwise than by the transfers and pulls that it lists."""
-    node = json.loads(reply)["node"]
-    transfers, pulls = node["transfers"], node["pulls"]
+def wrong_in_status(node: dict[str, Any]) -> list[str]:
+    """Return what of a daemon's state is otherwise than by what it lists."""
+    transfers, pulls, peers, here = node["transfers"], node["pulls"], node["peers"], node["endpoint"]
     states, phases = Counter(row["state"] for row in transfers), Counter(row["phase"] for row in pulls)
-    ages_s = [row["age_s"] for row in transfers]
+    num_grants, num_doubts = sum(row["num_grants"] for row in transfers), phases["in-doubt"]
+    oldest_s, learnt = (
+        max((row["age_s"] for row in transfers), default=0.0),
+        [one["engines"] for one in peers],
+    )
+    limits = [one for one in node["limits"] if one["name"] != "max_inflight_bytes"]  # one pull may pass that
+    unread = [row for row in transfers if row["state"] != "granted"]
     adds_up = {
-        "transfer_states": node["transfer_states"] == states,
-        "pull_phases": node["pull_phases"] == phases,
-        "num_grants_given": node["num_grants_given"] == sum(row["num_grants"] for row in transfers),
-        "num_quarantined": node["num_quarantined"] == phases["in-doubt"],
-        "quarantined_bytes": bool(node["quarantined_bytes"]) == bool(phases["in-doubt"]),
-        "published_bytes": bool(node["published_bytes"]) or not states["readable"],
-        "oldest_published_s": abs(node["oldest_published_s"] - max(ages_s, default=0.0)) < 0.1,
-        "ready_tokens": all(
-            (row["ready_tokens"] == row["num_tokens"]) == (row["state"] == "readable")
-            for row in transfers
-            if row["state"] != "granted"
+        "states": (node["transfer_states"], node["pull_phases"]) == (states, phases),
+        "grants": node["num_grants_given"] == num_grants,
+        "doubts": (node["num_quarantined"], node["quarantined_bytes"] > 0) == (num_doubts, num_doubts > 0),
+        "published": bool(node["published_bytes"]) or not states["readable"],
+        "oldest": abs(node["oldest_published_s"] - oldest_s) < 0.1,
+        "ready": all(
+            (row["ready_tokens"] == row["num_tokens"]) == (row["state"] == "readable") for row in unread
         ),
         "waits": all(
             bool(row["waits"]) == (row["phase"] not in WITH_MOVERS and row["age_s"] >= LONG_WAIT_S)
             for row in pulls
         ),
-        "limits": all(
-            one["used"] <= one["limit"] for one in node["limits"] if one["name"] != "max_inflight_bytes"
-        ),
+        "limits": all(one["used"] <= one["limit"] for one in limits),
         "peers": all(
             len({one["engine_id"] for one in engines}) == len(engines) <= manifests.MAX_ENGINES_PER_PEER
-            for engines in (peer["engines"] for peer in node["peers"])
+            for engines in learnt
         ),
         "complete": all(
-            one["complete"] == (one["home"] == node["endpoint"] and not one["lacking"])
-            for one in node["engines"]
+            one["complete"] == (one["home"] == here and not one["lacking"]) for one in node["engines"]
         ),
     }
-    return [f"{name}: {node.get(name)}" for name, is_so in adds_up.items() if not is_so]
+    return [f"{name} of {node}" for name, is_so in adds_up.items() if not is_so]
 
 
 def _is_shown_as(pull: Pull, shown: dict[str, Any]) -> bool:
