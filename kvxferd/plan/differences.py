@@ -53,10 +53,8 @@ def find_differences(
             if tensor is None or other.num_units == 0:
                 continue
             other_facts = _tensor_facts(other, remote_groups[other.group])
-            if facts == other_facts:
-                continue
-            where = f"layer {tensor.layer}'s component {tensor.component!r}"
             for name, here, there in zip(_TENSOR_FIELDS, facts, other_facts, strict=True):
                 if here != there:
+                    where = f"layer {tensor.layer}'s component {tensor.component!r}"
                     of_component.setdefault((tensor.component, name), Difference(where, name, here, there))
     return [*found, *of_component.values()]

@@ -8,9 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxferd.layout import GroupKind, PackedBlocks, TokenShard
-from kvxferd.plan.block_list_checks import check_first_token, ids_as_int32
+from kvxferd.plan.block_list_checks import ids_as_int32
 from kvxferd.plan.plan import BlockGeometry, GroupRead
 from kvxferd.plan.run_shapes import Int64s, distinct
+
+
+_UNSHARDED = TokenShard()
 
 
 class Segments(NamedTuple):
@@ -53,29 +56,22 @@ def kernel_blocks(side: BlockGeometry, blocks: PackedBlocks) -> Int64s:
 def common_segments(read: GroupRead, local: PackedBlocks, remote: PackedBlocks) -> Segments:
     """Return what a request's two block lists have in common in a group read, in token order.
 
-    Blocks are taken whole as far as both lists reach. Raises EngineError (blocks-invalid) for a
-    list that begins inside an item.
+    The lists have passed `check_request`. Blocks are taken whole as far as both lists reach.
     """
     if read.local.kind is GroupKind.STATE or not (local.ids and remote.ids):
         return _state_segment(local, remote)  # an empty list's first_token means nothing
-    for side, blocks in ((read.local, local), (read.remote, remote)):
-        check_first_token(side, read.granule_tokens, blocks)
     mine = _KernelBlocks(
         kernel_blocks(read.local, local), local.first_token, read.local.block_tokens, read.local.shard
     )
     theirs = _KernelBlocks(
         kernel_blocks(read.remote, remote), remote.first_token, read.remote.block_tokens, read.remote.shard
     )
-    if mine.shard == theirs.shard and mine.shard.count > 1:
-        # Both hold the same tokens: count only those, and the interleaving is gone.
+    if mine.shard == theirs.shard:
+        # Both hold the same tokens: count only those, and any interleaving is gone.
         mine, theirs = _without_interleaving(mine), _without_interleaving(theirs)
-    if mine.shard.count == 1 == theirs.shard.count:
-        if mine.block_tokens == theirs.block_tokens:
-            aligned = (theirs.first - mine.first) % mine.block_tokens == 0
-            if aligned:
-                return _aligned_segments(mine, theirs, mine.block_tokens // read.granule_tokens)
-        return _segments_between(_block_bounds(mine, theirs), mine, theirs, read.granule_tokens)
-    return _segments_between(_interleave_bounds(mine, theirs), mine, theirs, read.granule_tokens)
+        if mine.block_tokens == theirs.block_tokens and (theirs.first - mine.first) % mine.block_tokens == 0:
+            return _aligned_segments(mine, theirs, mine.block_tokens // read.granule_tokens)
+    return _segments_between(_bounds(mine, theirs), mine, theirs, read.granule_tokens)
 
 
 def _state_segment(local: PackedBlocks, remote: PackedBlocks) -> Segments:
@@ -93,7 +89,7 @@ def _state_segment(local: PackedBlocks, remote: PackedBlocks) -> Segments:
 
 def _without_interleaving(listed: _KernelBlocks) -> _KernelBlocks:
     """Return a sharded list with its tokens numbered by the rank's own tokens alone."""
-    return _KernelBlocks(listed.blocks, listed.first // listed.shard.count, listed.block_tokens, TokenShard())
+    return _KernelBlocks(listed.blocks, listed.first // listed.shard.count, listed.block_tokens, _UNSHARDED)
 
 
 def _aligned_segments(mine: _KernelBlocks, theirs: _KernelBlocks, items: int) -> Segments:
@@ -112,30 +108,21 @@ def _aligned_segments(mine: _KernelBlocks, theirs: _KernelBlocks, items: int) ->
     )
 
 
-def _block_bounds(mine: _KernelBlocks, theirs: _KernelBlocks) -> Int64s:
-    """Return the tokens where a block begins on either side, and both ends, within what both lists hold."""
+def _bounds(mine: _KernelBlocks, theirs: _KernelBlocks) -> Int64s:
+    """Return the tokens where a block or an interleave begins on either side, and both ends.
+
+    They are those within what both lists hold, ascending; fewer than two where that is nothing.
+    """
     low, high = max(mine.first, theirs.first), min(mine.end, theirs.end)
-    if high <= low:
-        return np.zeros(0, dtype=np.int64)
-    begins = []
+    bounds = [np.array([low, high], dtype=np.int64)]
     for side in (mine, theirs):
         step = side.block_tokens * side.shard.count
-        begins.append(np.arange(low - (low - side.first) % step, high, step, dtype=np.int64))
-    bounds = distinct(np.concatenate([*begins, np.array([low, high], dtype=np.int64)]))
-    return bounds[bounds >= low]
-
-
-def _interleave_bounds(mine: _KernelBlocks, theirs: _KernelBlocks) -> Int64s:
-    """Return the tokens where a block or an interleave begins on either side, within what both lists hold."""
-    bounds = _block_bounds(mine, theirs)
-    if len(bounds) == 0:
-        return bounds
-    low, high = int(bounds[0]), int(bounds[-1])
-    begins = [
-        np.arange(-(-low // step) * step, high, step, dtype=np.int64)
-        for step in {side.shard.interleave for side in (mine, theirs) if side.shard.count > 1}
-    ]
-    return distinct(np.concatenate([bounds, *begins]))
+        bounds.append(np.arange(low - (low - side.first) % step, high, step, dtype=np.int64))
+        if side.shard.count > 1:
+            step = side.shard.interleave
+            bounds.append(np.arange(low // step * step, high, step, dtype=np.int64))
+    found = distinct(np.concatenate(bounds))
+    return found[found >= low]
 
 
 def _segments_between(bounds: Int64s, mine: _KernelBlocks, theirs: _KernelBlocks, granule: int) -> Segments:

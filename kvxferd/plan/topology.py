@@ -229,9 +229,9 @@ class TransferTopology:
         Raises ValueError naming both sizes where neither divides the other.
         """
         mine = self.spec.tp_size
-        if remote_tp_size > 0 and mine % remote_tp_size == 0:
+        if mine % remote_tp_size == 0:
             return mine // remote_tp_size
-        if remote_tp_size > 0 and remote_tp_size % mine == 0:
+        if remote_tp_size % mine == 0:
             return -(remote_tp_size // mine)
         raise ValueError(f"cannot give a ratio: local TP {mine} and remote TP {remote_tp_size} do not divide")
 

@@ -27,8 +27,7 @@ _ENDPOINT = re.compile(
 def parse_endpoint(text: str) -> Endpoint:
     """Return the endpoint in its canonical spelling. Raises EngineError(endpoint-invalid)."""
     match = _ENDPOINT.fullmatch(text)
-    port = int(match["port"]) if match else 0
-    if match is None or not 1 <= port <= 65535:
+    if match is None or not 1 <= (port := int(match["port"])) <= 65535:
         raise EngineError(
             f"cannot reach {text[:80]!r}: a peer endpoint is tcp://HOST:PORT or tcp://HOST:PORT#KEY",
             Code.ENDPOINT_INVALID,
