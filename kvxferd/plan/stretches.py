@@ -110,19 +110,16 @@ class _Runs(NamedTuple):
 
 
 def cover_block(
-    runs_of_blocks: Sequence[OffsetRuns],
-    remote_block_stride: int,
-    max_gap_bytes: int = MAX_GAP_BYTES,
-    max_stretch_bytes: int = MAX_STRETCH_BYTES,
+    runs_of_blocks: Sequence[OffsetRuns], remote_block_stride: int
 ) -> tuple[StretchClass, ...] | None:
     """Return the stretches that cover all runs of one remote block; None: they do not repeat.
 
     `runs_of_blocks` has one entry for each local block that reads from the remote block.
     """
-    runs = _gather(runs_of_blocks, max_stretch_bytes)
+    runs = _gather(runs_of_blocks, MAX_STRETCH_BYTES)
     if runs is None:
         return None
-    begins = _stretch_begins(runs, min(remote_block_stride, max_stretch_bytes), max_gap_bytes)
+    begins = _stretch_begins(runs, min(remote_block_stride, MAX_STRETCH_BYTES))
     return None if begins is None else _classify(runs, begins, len(runs_of_blocks))
 
 
@@ -156,11 +153,11 @@ def _cut_long(runs: _Runs, max_bytes: int) -> _Runs:
     )
 
 
-def _stretch_begins(runs: _Runs, max_bytes: int, max_gap_bytes: int) -> Int64s | None:
+def _stretch_begins(runs: _Runs, max_bytes: int) -> Int64s | None:
     """Return the index of each stretch's first run; None where there are too many to be worth it."""
     reach = np.maximum.accumulate(runs.remote + runs.length)
     is_begin = np.ones(len(reach), dtype=bool)
-    is_begin[1:] = runs.remote[1:] - reach[:-1] > min(max_gap_bytes, max(max_bytes, 0))
+    is_begin[1:] = runs.remote[1:] - reach[:-1] > min(MAX_GAP_BYTES, max(max_bytes, 0))
     (begins,) = is_begin.nonzero()
     size = np.maximum.reduceat(runs.remote + runs.length, begins) - runs.remote[begins]
     (too_long,) = (size > max_bytes).nonzero()

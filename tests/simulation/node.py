@@ -27,7 +27,7 @@ from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.mover.supervisor import processes
 from kvxferd.mover.transport import probe
 from kvxferd.plan import decode_plan, plan_bytes
-from kvxferd.resident import registration
+from kvxferd.resident import registration, thread_mover
 from kvxferd.resident.thread_mover import ThreadMover
 from kvxferd.wire.codec import TO_MOVER
 from kvxferd.wire.framing import Frame
@@ -118,7 +118,8 @@ class Nodes:
             transport = SimTransport(self.fabric, agent)
             watch = partial(self._exit_when, events=_POLLIN)
             with suppress(KvxferdError, ConnectionError):  # as in `child_main.run`: it ends
-                MoverLoop(stream, transport, PollBackoff(lambda: True), watch).serve()
+                max_runs = thread_mover.MAX_RUNS_AT_ONCE  # where that is low, it is for both kinds
+                MoverLoop(stream, transport, PollBackoff(lambda: True), watch, max_runs=max_runs).serve()
 
         process = self.kernel.spawn(
             f"{parent.name} mover {agent}", main, (socket_fd, *locks), parent.uid, parent

@@ -132,17 +132,21 @@ SMALL_NUMBERS = {
     "mover.transport.staging MAX_PACKED_RUNS": 2,
     "plan.block_list_checks MAX_IDS_WITHOUT_NUMPY": 1,
     "plan.covering MAX_BLOCKS_TOGETHER": 2,
+    "plan.covering MAX_RUNS": 4,
     "plan.covering MAX_REQUEST_TABLE_BYTES": 4096,
     "plan.covering MAX_SIGNATURES": 1,
     "plan.expand MAX_SHORT_RUNS": 1,
     "plan.read_costs MIN_GAIN_S": 0,
     "plan.read_costs MIN_LEARNT_S": 0,
     "plan.stretches MAX_FORMS": 1,
+    "plan.stretches MAX_GAP_BYTES": 0,
     "plan.stretches MAX_LENGTHS": 1,
     "plan.stretches MAX_RUNS": 16,
+    "plan.stretches MAX_STRETCH_BYTES": 8,
     "plan.stretches MAX_UNLIKE_STRETCHES": 2,
     "plan.table_cache ENTRY_DIVISOR": 1 << 20,
     "plan.topology MAX_REMOTE_ENGINES": 1,
+    "resident.thread_mover MAX_RUNS_AT_ONCE": 3,
 }
 # Of these, what small requests alone are spared: large ones are in half of the episodes.
 SHORT_WAYS = (

@@ -7,9 +7,9 @@ import pytest
 
 from kvxferd.ids import Rank
 from kvxferd.mover.chunks.covering import CoverSlicer
-from kvxferd.plan import Plan
+from kvxferd.plan import Plan, stretches
 from kvxferd.plan.covering import CoveredRank, CoverExpander
-from kvxferd.plan.stretches import MAX_FORMS, MAX_RUNS, MAX_STRETCH_BYTES, cover_block
+from kvxferd.plan.stretches import MAX_FORMS, MAX_GAP_BYTES, MAX_RUNS, MAX_STRETCH_BYTES, cover_block
 from tests.support.attention_engines import KV, blocks, engine, layout_of, plan_between
 
 SOURCE = Rank(0, 0)
@@ -80,17 +80,18 @@ def test_a_stretch_is_no_longer_than_a_blocks_stride() -> None:
     assert one.form.size_bytes == 84
 
 
-def test_a_long_stretch_is_cut_between_its_runs() -> None:
+def test_a_long_stretch_is_cut_between_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stretches, "MAX_STRETCH_BYTES", 13)
     runs = (np.arange(5) * 4, np.arange(5) * 8, np.full(5, 4))
-    one, rest = sorted(cover_block([runs], 1000, max_stretch_bytes=13) or (), key=lambda one: one.remote[0])
+    one, rest = sorted(cover_block([runs], 1000) or (), key=lambda one: one.remote[0])
     assert (one.remote.tolist(), one.form.size_bytes) == ([0, 16], 12)
     assert (rest.remote.tolist(), rest.form.size_bytes) == ([32], 4)
 
 
 def test_a_gap_that_costs_more_than_a_descriptor_is_not_read() -> None:
-    runs = (np.array([0, 4]), np.array([0, 5000]), np.array([4, 4]))
-    (one,) = cover_block([runs], 10_000, max_gap_bytes=4995) or ()
-    assert one.remote.tolist() == [0, 5000]
+    far = MAX_GAP_BYTES + 5
+    (one,) = cover_block([(np.array([0, 4]), np.array([0, far]), np.array([4, 4]))], 2 * far) or ()
+    assert one.remote.tolist() == [0, far]
 
 
 def test_a_stretch_outside_its_region_is_refused() -> None:
@@ -113,12 +114,16 @@ def test_block_sizes_without_a_small_common_multiple_are_not_covered() -> None:
     assert CoverExpander(plan_between(mine, theirs)).prepare(blocks(range(200)), blocks(range(190))) is None
 
 
-def test_blocks_that_do_not_repeat_or_of_too_many_runs_are_not_covered() -> None:
+def test_blocks_that_do_not_repeat_or_of_too_many_runs_are_not_covered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Neither many short ones, nor one that is cut into many, nor many lengths."""
     rng = np.random.default_rng(1)
     length = np.full(10 * MAX_FORMS, 4)
     remote = np.cumsum(rng.integers(1, 1000, len(length)) * 4)
-    assert cover_block([(np.arange(len(length)) * 4, remote, length)], 5000, max_gap_bytes=1999) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(stretches, "MAX_GAP_BYTES", 1999)
+        assert cover_block([(np.arange(len(length)) * 4, remote, length)], 5000) is None
     count = MAX_RUNS + 1
     length = np.full(count, 4)
     assert cover_block([(np.arange(count) * 4, np.arange(count) * 8, length)], 1 << 30) is None
