@@ -12,7 +12,6 @@ from kvxferd.plan.block_list_checks import ids_as_int32
 from kvxferd.plan.plan import BlockGeometry, GroupRead
 from kvxferd.plan.run_shapes import Int64s, distinct
 
-
 _UNSHARDED = TokenShard()
 
 

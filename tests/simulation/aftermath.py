@@ -250,6 +250,8 @@ class Aftermath:
             for act in (reader.prepare, reader.abandon):
                 self._wait(lambda: False, 0.3)
                 reader.do(partial(act, transfer))
+            for rank in source.ranks:  # nor does what is no progress
+                rank.do(partial(rank.report_again, transfer))
 
         ends: dict[Code, Callable[[Transfer], None]] = {
             Code.UNPUBLISHED: lambda transfer: publisher.do(lambda: publisher.unpublish(transfer)),

@@ -11,11 +11,13 @@ import re
 import selectors
 import socket
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvxferd.errors import Code
+from kvxferd.ids import Rank
 from tests.simulation.checks import Check
 from tests.simulation.history import HISTORY, wrong_in_history
 from tests.simulation.interposed import set_on
@@ -23,6 +25,7 @@ from tests.simulation.kernel import Process, TaskState
 from tests.simulation.libzmq import SimSocket, SimTracker
 from tests.simulation.network import Wire
 from tests.simulation.operators import STATUS, Operator, wrong_in_status
+from tests.simulation.shapes import block_tokens
 from tests.simulation.store import MemoryKind
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ NUM_PIPES_RESIDENT = 6  # a mover that was replaced is closed when the next is s
 # the most that was seen in 28 episodes (23,348 bytes in 52 messages).
 MAX_TURN_BYTES, MAX_TURN_MESSAGES = 128 << 10, 256
 MAX_TURN_PARTS = 4096  # where block ids go one or two in a message
-METRICS = "/metrics"
+METRICS, TERMS = "/metrics", "/v1/topology"
 # Of the node in `/v1/status`: nothing of it is left at rest.
 GONE = (
     "num_quarantined", "quarantined_bytes", "transfers", "pulls", "published_bytes", "num_grants_given",
@@ -100,8 +103,11 @@ class Audit:
 
     def left_in_daemons(self, path: str) -> list[str]:
         """Return what is wrong by the replies of all daemons."""
-        look = {STATUS: self._left_in_daemon, METRICS: self._miscounted, HISTORY: self._misremembered}[path]
-        return [text for node in self._world.node_names for text in look(node)]
+        looks: dict[str, Callable[[str], Iterable[str]]] = {
+            STATUS: self._left_in_daemon, METRICS: self._miscounted, HISTORY: self._misremembered,
+            TERMS: self._misnamed,
+        }  # fmt: skip
+        return [text for node in self._world.node_names for text in looks[path](node)]
 
     def _misremembered(self, node: str) -> list[str]:
         """Return what a daemon's history says otherwise than engines."""
@@ -111,6 +117,31 @@ class Audit:
         heard.releases = {key: whys for key, whys in heard.releases.items() if key[0] in once}
         is_whole = node not in self._world.unsure_counts
         return [f"{node}: {text}" for text in wrong_in_history(reply, heard, is_whole=is_whole)]
+
+    def _misnamed(self, node: str) -> Iterator[str]:
+        """Yield what a daemon says otherwise of engines that read one another than their deployments."""
+        held = {engine.shape.name: engine.shape.deployment.ranks for engine in self._world.engines}
+        reply = msgspec.json.decode(self._operator.replies[node, TERMS])
+        if "topology" not in reply:
+            yield f"{node} does not say what it knows of engines: {reply}"
+        for terms in reply.get("topology", ()):
+            names = reader, source = terms["local_engine_id"], terms["engine_id"]
+            if not {*names} <= {*held}:
+                continue  # one of them was a stranger
+            mine = held[reader][Rank(*terms["local_rank"])]
+            theirs = held[source][Rank(terms["remote_pp_rank"], 0)]
+            sizes = mine.spec.tp_size, theirs.spec.tp_size
+            tokens = block_tokens(mine), block_tokens(theirs)
+            num_heads = mine.spec.num_kv_heads or any(group.block_tokens for group in mine.layout.groups)
+            is_replicated = 0 < num_heads < sizes[1]
+            right = {
+                "tp_ratio": _ratio(*sizes) or -(_ratio(*reversed(sizes)) or 0) or None,
+                "block_size_ratio": _ratio(*tokens),
+                "is_kv_replicated": is_replicated,
+                "replicates_kv_cache": is_replicated or (not mine.spec.num_kv_heads and num_heads > 0),
+            }
+            if wrong := {name: terms[name] for name in right if terms[name] != right[name]}:
+                yield f"{node} says {wrong} of {names}, and it is {right}"
 
     def _left_in_daemon(self, node: str) -> list[str]:
         """Return what a daemon by its own word still has."""
@@ -167,6 +198,10 @@ class Audit:
     def _list_files(self) -> set[str]:
         found = {str(path) for path in self._world.directory.rglob("*")}
         return {path for path in found if not path.endswith(".unreadable")}  # a torn file, kept for people
+
+
+def _ratio(mine: int, theirs: int) -> int | None:
+    return mine // theirs if theirs and mine % theirs == 0 else None
 
 
 def descriptors_of(process: Process) -> Counter[str]:

@@ -22,7 +22,14 @@ from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as worker_wire
 from kvxferd.wire.common import BlockIds, Message, Versions
 from kvxferd.wire.framing import HEADER, encode_frame
-from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES, MAX_OPEN_ASSEMBLIES
+from kvxferd.wire.limits import (
+    MAX_FDS_PER_FRAME,
+    MAX_FRAME_BYTES,
+    MAX_GROUPS_PER_REQUEST,
+    MAX_HELLO_BYTES,
+    MAX_OPEN_ASSEMBLIES,
+    MAX_REF_BYTES,
+)
 from tests.simulation import wrong_daemons
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import Transfer, Worker
@@ -39,6 +46,7 @@ if TYPE_CHECKING:
 
 ANSWER_S = 12.0
 NUM_CALLS = 40  # of an episode
+NUM_STRANGERS = 4  # that send something wrong one after another
 OWNER_SHARE = 0.3
 NUM_WRONG_DAEMONS = 6
 BACK_S, SETTLED_S = 60.0, 14.0  # of a daemon that was restarted
@@ -103,7 +111,7 @@ def _other_block(ids: list[int]) -> int:
 
 Wrong = dict[str, tuple[Code, Change]]
 OF_BOTH: Wrong = {
-    "a block twice": (INVALID, _with_ids(lambda ids: [*ids, ids[0]])),
+    "a block twice": (INVALID, _with_ids(lambda ids: [*ids[: max(1, len(ids) - 1)], ids[0]])),
     "a block that there is not": (INVALID, _with_ids(lambda ids: [*ids[:-1], 1 << 20])),
     "a block below 0": (INVALID, _with_ids(lambda ids: [*ids[:-1], -1])),
     "a block of no number": (INVALID, _with_ids(lambda ids: [*ids[:-1], 1 << 40])),
@@ -145,11 +153,18 @@ OF_PULLS: Wrong = {
     "an engine that there is not": (Code.ENGINE_UNKNOWN, _with_ref(engine_id="nobody")),
     "another generation": (Code.GENERATION_STALE, _with_ref(generation="g0")),
     "a transfer that never was": (Code.TRANSFER_UNKNOWN, _with_ref(transfer_id="never")),
-    "an endpoint that is none": (Code.ENDPOINT_INVALID, _with_ref(endpoint="tcp://10.0.0.1:0")),
+    "an endpoint of no port": (Code.ENDPOINT_INVALID, _with_ref(endpoint="tcp://10.0.0.1:0")),
+    "an endpoint of no kind": (Code.ENDPOINT_INVALID, _with_ref(endpoint="ipc://here")),
     "a node that there is not": (Code.PEER_UNREACHABLE, _with_ref(endpoint="tcp://nowhere:9441")),
     "a reference of no kind": (Code.TRANSFER_UNKNOWN, _with(ref=5)),
     "a reference that is cut off": (
         Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref=call.ref.to_json()[:-9]),
+    ),
+    "a reference that is long": (
+        Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref=call.ref.to_json() + " " * MAX_REF_BYTES),
+    ),
+    "a reference with a long name": (
+        Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref={**call.ref.to_dict(), "nonce": "0" * 300}),
     ),
     "a reference without a nonce": (
         Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref={**call.ref.to_dict(), "nonce": ""}),
@@ -286,6 +301,7 @@ OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
     "a version of tomorrow": (
         Code.BAD_VERSION, [worker_wire.Hello(versions=Versions(oldest=99, newest=99), client="stranger")],
     ),
+    "a large hello": (Code.FRAME_TOO_LARGE, [replace(HELLO, client="s" * MAX_HELLO_BYTES)]),
     "a cancel of nobody's": (Code.OUT_OF_PLACE, [HELLO, worker_wire.Cancel(ticket=Ticket(1))]),
     "a withdrawal of nobody's": (
         Code.OUT_OF_PLACE, [HELLO, worker_wire.Unpublish(transfer_id=TransferId("t1"))],
@@ -293,6 +309,11 @@ OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
     "a report of nobody's": (Code.OUT_OF_PLACE, [HELLO, worker_wire.Ready(transfer_id=TransferId("t1"))]),
     "no message": (Code.BAD_FRAME, [HELLO, encode_frame(b"\xc1")]),
     "ids of more requests than there may be": (Code.BAD_FRAME, [HELLO, ATTACH, *IDS]),
+    "ids of more groups than there may be": (
+        Code.BAD_FRAME,
+        [HELLO, ATTACH, *(replace(IDS[0], group=f"g{n}") for n in range(MAX_GROUPS_PER_REQUEST + 1))],
+    ),
+    "ids behind none": (Code.BAD_FRAME, [HELLO, ATTACH, replace(IDS[0], offset=4)]),
     "a message of no kind": (Code.BAD_FRAME, [HELLO, encode_frame(b"\x81\xa1t\xa4None")]),
     "a frame past the limit": (Code.FRAME_TOO_LARGE, [HELLO, HEADER.pack(MAX_FRAME_BYTES + 1, 0, 0)]),
     "a large first frame": (Code.FRAME_TOO_LARGE, [HEADER.pack(MAX_FRAME_BYTES, 0, 0)]),
@@ -334,7 +355,8 @@ class Blunders:
             elif drawn < 0.7:
                 self._check_call(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS)
             elif drawn < 0.78:
-                self._check_stranger(rng.choice(world.node_names))
+                for name in rng.sample(sorted(OF_STRANGERS), NUM_STRANGERS):
+                    self._check_stranger(rng.choice(world.node_names), name)
             elif drawn < 0.82:
                 self._check_no_daemon(rng.choice(world.node_names))
                 for wrong in rng.sample(WRONG, NUM_WRONG_DAEMONS):
@@ -434,9 +456,8 @@ class Blunders:
 
         self._expect(code, f"{worker.name} says {name}", make)
 
-    def _check_stranger(self, node: str) -> None:
+    def _check_stranger(self, node: str, name: str) -> None:
         """A process that is no client hears why its connection is closed."""
-        name = self._rng.choice(sorted(OF_STRANGERS))
         code, sent = OF_STRANGERS[name]
 
         def make(answers: list[object]) -> None:

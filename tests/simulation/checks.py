@@ -42,7 +42,7 @@ class Check(StrEnum):
     COMPLETED = "a transfer that all its readers have is released"
     LEASE = "a transfer that nobody reads is released when its lease is over"
     ID_ONCE = "a transfer's id is used once in a generation"
-    PUBLISHED = "an honest publish is not refused"
+    PUBLISHED = "an honest publish is not refused, and its reference names its trace"
     REFUSED = "a wrong call is refused with its code, and nothing is handled behind a refused hello"
     LIMIT = "a daemon takes no more of an engine than its limits allow"
     SUSPENDS = "a rank that is to sleep can"
@@ -59,7 +59,7 @@ class Check(StrEnum):
     READY = "a reader is told when what it waits for is there"
     TURN = "a turn of a daemon's loop sends a bounded amount"
     REST = "what has ended is not kept"
-    RECORDED = "a daemon's history says what engines have heard"
+    RECORDED = "a daemon tells operators of engines what is so"
     IDLE = "who has nothing to do sleeps"
     HUNG = "something goes on"
 

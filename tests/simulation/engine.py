@@ -71,6 +71,14 @@ PREPARE_SHARE, PREPARE_GROWING_SHARE = 0.3, 0.8  # of requests that are announce
 SHORT_S, SHORT_SHARE = 0.002, 0.15  # that some calls wait for their daemon
 LEAVE_S = 6.0  # within which a process that closes its session has ended
 
+_TRACE = f"{7:032x}-{5:016x}"
+# Headers of requests' traces, with what references have of them.
+TRACES = {
+    "": "", f"00-{_TRACE}-01": f"00-{_TRACE}-01", f"00-{_TRACE}-02": f"00-{_TRACE}-00",
+    f"cc-{_TRACE}-01-more": f"00-{_TRACE}-01", f"cc-{_TRACE}-01-{'more' * 200}": "", f"ff-{_TRACE}-01": "",
+    f"00-{_TRACE}-01-more": "", f"00-{0:032x}-{5:016x}-01": "", f"00-{7:032x}-{0:016x}-01": "",
+}  # fmt: skip
+
 
 class Kernels:
     """GPU work that was launched; see `kvxferd.client.gpu_events.Completion`."""
@@ -610,6 +618,7 @@ class Worker:
         assert self.handle is not None
         begins_with, *steps = transfer.steps
         kernels = self._write_on_all(transfer, 0, begins_with)
+        trace = self.world.rng.choice([*TRACES])
         try:
             transfer.ref = self.handle.publish(
                 transfer.transfer_id,
@@ -618,6 +627,7 @@ class Worker:
                 num_readers=transfer.num_readers,
                 lease_s=None if transfer.lease_s == LEASE_S else transfer.lease_s,
                 after=kernels,
+                traceparent=trace,
                 ready_tokens=begins_with if steps else None,
             )
         except KvxferdError as error:
@@ -625,6 +635,8 @@ class Worker:
             engine.forget(transfer)
             return
         transfer.published_at = self.world.kernel.now
+        if transfer.ref.traceparent != TRACES[trace]:
+            self.world.violate(Check.PUBLISHED, f"{transfer.ref} has the trace {trace!r}")
         self.tell(f"publishes {transfer.transfer_id}, {transfer.steps} tokens in {_text_of(transfer.lists)}")
         self._expect_release(transfer)
         of_engine = [one for one in self.transfers.values() if one.ref is not None]
@@ -777,6 +789,13 @@ class Worker:
         """Report a transfer that is never published."""
         if self.engine.shape.says_ready and self.is_ready and isinstance(self.handle, client.RankHandle):
             self.handle.ready(f"early{self.world.take_number()}")
+
+    def report_again(self, transfer: Transfer) -> None:
+        """Report that nothing is written of a transfer, again and again until it is over."""
+        if self.engine.shape.says_ready and self.is_ready and not transfer.is_over:
+            assert isinstance(self.handle, client.RankHandle)
+            self.handle.ready(transfer.transfer_id, 0)
+            self.world.after(1.0, self.do, partial(self.report_again, transfer))
 
     def _has_reported(self, transfer: Transfer) -> None:
         """This rank has said that it has written all: for all ranks, where they say nothing."""

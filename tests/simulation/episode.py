@@ -11,7 +11,7 @@ import msgspec
 
 from kvxferd.wire.limits import CHUNK_BYTES
 from tests.simulation.aftermath import Aftermath, Hardship
-from tests.simulation.audit import METRICS, Audit, Turns
+from tests.simulation.audit import METRICS, TERMS, Audit, Turns
 from tests.simulation.blunders import Blunders
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import LEAVE_S, EngineShape, Transfer
@@ -126,7 +126,7 @@ def _draw_traits(rng: random.Random) -> Traits:
 
 
 def _draw_small_numbers(rng: random.Random) -> tuple[str, ...]:
-    drawn = rng.sample(sorted(SMALL_NUMBERS), rng.choice((0, 3, 9)))
+    drawn = rng.sample(sorted(SMALL_NUMBERS), rng.choice((0, 5, 15)))
     return tuple(sorted({*drawn, *(SHORT_WAYS if rng.random() < 0.5 else ())}))
 
 
@@ -290,7 +290,7 @@ class Episode:
             self._wait(lambda: False, SETTLE_LOOK_S)
         else:
             raise Violation(Check.REST, "; ".join(left))
-        if wrong := self._ask(HISTORY):
+        if wrong := self._ask(HISTORY) + self._ask(TERMS):
             raise Violation(Check.RECORDED, "; ".join(wrong))
 
     def _check_idle(self) -> None:

@@ -200,6 +200,13 @@ class _Arrangement:
         return GroupName(f"{group}@{self._name}")
 
 
+def block_tokens(shape: RankShape) -> int:
+    """Return the tokens of a kernel block: of one size in all caches of tokens that a rank has, or 0."""
+    used = {tensor.group for tensor in shape.layout.tensors}
+    groups = [group for group in shape.layout.groups if group.name in used]
+    return max((group.block_tokens // group.physical_blocks_per_logical for group in groups), default=0)
+
+
 def span_of(group: Group) -> int:
     """Return the tokens that one block id stands for, on all ranks that share tokens; 0 in a state group."""
     return group.block_tokens * group.token_shard.count
