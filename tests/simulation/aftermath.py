@@ -19,7 +19,7 @@ from tests.simulation.fabric import STALLED_POLL_S, Moment, SimTransport
 from tests.simulation.network import name_of
 from tests.simulation.operators import Operator, cancel_transfer
 from tests.simulation.reasons import SILENT_S
-from tests.simulation.store import MemoryKind
+from tests.simulation.store import WITH_GPU, MemoryKind
 from tests.simulation.world import PlannedMessage
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ QUEUED_LEASE_S, QUEUE_S = 4.0, 12.0  # a queue of three leases: less than `engin
 AWAY_S = (0.01, 1.0)
 CUT_OFF_S = 0.7  # less than `peer.restart_grace_s`
 LONG_CUT_OFF_S = 16.0  # longer than `peer.silent_after_s`
+HANGING_PULLS = 3  # of one token each
+FEW_AGENTS = "core.ranks.movers MAX_REMOTE_BYTES_PER_PEER"  # a mover knows those of one source
 LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
 REPEATED_S = 281.0  # after which transfers that have ended, or were never published, make room for others
 GONE_S = 75.0  # by then nothing is known of it: longer than leases and all that is repeated
@@ -58,6 +60,7 @@ class Hardship(StrEnum):
     LONG_QUEUE = "its reader's queue is longer than its lease"
     READER_DIES = "a reader dies in whose queue it was for longer than its lease"
     READER_SLEEPS = "its reader sleeps as it has it"
+    OTHER_HANGS = "reads from another source hang"
 
 
 class Awaited(StrEnum):
@@ -191,7 +194,6 @@ class Aftermath:
             transfer.last_step_s = LAST_STEP_S
         transfer.is_read_early = is_read_early
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name}: {hardship.value}")
-        before = len(world.wanted)
         limit_s = PULL_S if hardship is Hardship.NONE else HARD_PULL_S
         self._make_hard(transfer, sink, hardship)
         if hardship in (Hardship.LONG_QUEUE, Hardship.READER_DIES):
@@ -202,7 +204,7 @@ class Aftermath:
         began, heard = world.kernel.now, Overheard(world)
 
         def is_done() -> bool:
-            new = world.wanted[before:]
+            new = {pull.wanted for pull in transfer.pulls}
             return len(new) == sink.num_ranks and all(wanted.is_delivered for wanted in new)
 
         what = f"{transfer.transfer_id} of {source.shape.name}"
@@ -210,6 +212,8 @@ class Aftermath:
             text = f"{what} does not arrive at {sink.shape.name}, although no more than {hardship.value}"
             raise Violation(Check.WORKS_AGAIN, text)
         heard.end()
+        for transport in world.fabric.agents.values():
+            transport.is_silent = False
         if world.traits.may_be_busy:
             return  # of ranks that ask at once some are turned away
         soon_s = SOON_S + LATER_S.get(hardship, 0.0)
@@ -221,7 +225,7 @@ class Aftermath:
         needless += heard.too_many(source, sink, transfer)
         if hardship is Hardship.NONE and needless:
             raise Violation(Check.QUIET, f"{what} at rest: {needless}")
-        if hardship not in NOT_AT_ONCE and any(wanted.attempts > 1 for wanted in world.wanted[before:]):
+        if hardship not in NOT_AT_ONCE and any(pull.wanted.attempts > 1 for pull in transfer.pulls):
             raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice: {hardship.value}")
         if hardship is Hardship.END_IS_CUT_OFF:
             self._wait(lambda: transfer.is_over, LONG_CUT_OFF_S + COMPLETED_S + 1.0)
@@ -386,6 +390,30 @@ class Aftermath:
                 transfer.at_delivery = Worker.suspend
             case Hardship.CONNECTION_BREAKS:
                 world.planned_at[Moment.READ].append((0.0, self._break_connection))
+            case Hardship.OTHER_HANGS:
+                for other in world.sources:
+                    if other is not source:
+                        self._hang(other, sink)
+
+    def _hang(self, other: Engine, sink: Engine) -> None:
+        """Have an engine pull from a source whose reads hang, as far as it has blocks for them.
+
+        They would hold all buffers through which a GPU's memory is staged, and lose agents for others.
+        """
+        if sink.shape.memory in WITH_GPU or FEW_AGENTS in self._world.traits.small_numbers:
+            return
+
+        def silence(rank: Worker) -> None:
+            assert rank.store is not None
+            for mover in self._world.holders_of(rank.store):
+                mover.is_silent = True
+
+        for rank in other.ranks:
+            rank.do(partial(silence, rank))
+        for _ in range(HANGING_PULLS):
+            if (transfer := other.publish(1, grows=False, num_tokens=1)) is not None:
+                sink.pull(transfer, HARD_PULL_S)
+        self._wait(lambda: False, self._rng.choice((0.0, 0.1, 0.5)))
 
     def _have_wait(self, sink: Engine, transfer: Transfer, dies: bool) -> None:
         """Have an engine announce a transfer and not come for it; it dies where another is to read."""

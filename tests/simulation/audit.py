@@ -26,7 +26,7 @@ from tests.simulation.libzmq import SimSocket, SimTracker
 from tests.simulation.network import Wire
 from tests.simulation.operators import STATUS, Operator, wrong_in_status
 from tests.simulation.shapes import block_tokens
-from tests.simulation.store import MemoryKind
+from tests.simulation.store import WITH_GPU, MemoryKind
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -87,7 +87,7 @@ class Audit:
         resident = {
             engine.shape.name for engine in self._world.engines if engine.shape.memory is MemoryKind.RESIDENT
         }
-        has_gpu = any(engine.shape.memory is MemoryKind.GPU for engine in self._world.engines)
+        has_gpu = any(engine.shape.memory in WITH_GPU for engine in self._world.engines)
         for role, held in self._held().items():
             for kind, number in (held - self._begin.get(role, held)).items():
                 # Movers that end after the next has started are closed when another starts.
@@ -97,6 +97,9 @@ class Audit:
                 if kind == "memfd" and number == 1 and role == "a mover" and has_gpu:
                     continue
                 found.append(f"{role} holds {number} more of {kind}")
+        for mover in self._world.fabric.agents.values():  # a read of its own memory, to try it, may hang
+            if held := [read.agent for read in mover.held if read.agent != mover.agent]:
+                found.append(f"{mover.process.name} has not ended its reads from {held}")
         if files := self._list_files() - self._files:
             found.append(f"there are more files: {sorted(files)}")
         return found

@@ -33,7 +33,7 @@ from tests.simulation.shapes import (
     own_lists,
     split_publish,
 )
-from tests.simulation.store import MemoryKind, Store
+from tests.simulation.store import WITH_GPU, MemoryKind, Store
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -318,7 +318,7 @@ class Engine:
 
     # --- as a source
 
-    def publish(self, num_readers: int, grows: bool | None = None) -> Transfer | None:
+    def publish(self, num_readers: int, grows: bool | None = None, num_tokens: int = 0) -> Transfer | None:
         """Write a request and publish it, some while they are written; None where that cannot be now."""
         if grows is None:
             grows = not self.world.fabric.is_hurried and self.rng.random() < 0.8
@@ -327,8 +327,9 @@ class Engine:
         deployment = self.shape.deployment
         used = _ids_of(transfer.lists for transfer in self.transfers.values())
         free = [block for block in range(deployment.num_blocks) if block not in used]
+        sizes = (num_tokens,) if num_tokens else (1, 2, 3, 5, 7, 8, 12, 16)
         for _ in range(MAX_PUBLISH_DRAWS):
-            num_tokens = self.rng.choice((1, 2, 3, 5, 7, 8, 12, 16))
+            num_tokens = self.rng.choice(sizes)
             if (lists := draw_request(self.rng, deployment, num_tokens, free)) is not None:
                 break
         else:
@@ -1130,7 +1131,7 @@ class Worker:
         pull.ticket.cancel()
         self.tell(f"cancels {pull.ticket.number}")
         within_s = CANCEL_S
-        if pull.transfer.publisher.engine.shape.memory is MemoryKind.GPU:
+        if pull.transfer.publisher.engine.shape.memory in WITH_GPU:
             within_s += STAGED_S
         if self.world.traits.pace is Pace.LONG:  # what is posted goes on, at the longest until its deadline
             within_s = max(within_s, pull.ends_by - self.world.kernel.now)
@@ -1184,7 +1185,8 @@ class Worker:
             self.world.violate(Check.SUSPENDED_AFTER, f"{self.name} sleeps, and {len(waiting)} pulls go on")
         assert self.store is not None
         if holders := self.world.holders_of(self.store):
-            self.world.violate(Check.FREED, f"{self.name} sleeps, and {holders} have its memory")
+            names = [mover.process.name for mover in holders]
+            self.world.violate(Check.FREED, f"{self.name} sleeps, and {names} have its memory")
         self.check_memory()
         self.store.free()
         self.graves.append(self.store)

@@ -8,8 +8,9 @@ may land until the reading mover is dead.
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -61,7 +62,6 @@ class Read:
     num_left: int
     done: bool = False
     error: TransportError | None = None
-    is_released: bool = False
     late: set[int] = field(default_factory=set)
     landed: set[int] = field(default_factory=set)
 
@@ -74,6 +74,12 @@ class Read:
     def may_write(self) -> bool:
         """Whether a piece may still land."""
         return self.is_open or not self.late <= self.landed
+
+    def to_land(self) -> Iterator[tuple[int, int]]:
+        """Yield the address and size of all that may still land."""
+        for index, piece in enumerate(self.pieces):
+            if index not in self.landed and (self.error is None or index in self.late):
+                yield from ((local, size) for local, _, size in piece)
 
 
 class Fabric:
@@ -115,13 +121,14 @@ class SimTransport:
         self._remote: dict[AgentName, set[tuple[int, int]]] = {}
         self._lost: set[AgentName] = set()
         self.reads: dict[Read, None] = {}  # those that may write
+        self.held: set[Read] = set()  # those that its mover has not seen fail, and has not released
         self._waiting: list[tuple[SimTransport, Read, int]] = []  # until this mover serves
         self._notes: deque[tuple[AgentName, bytes]] = deque()
         self._is_closed = False
         self._task = fabric.kernel.current  # that polls
         self.stalls_until = self.hangs_until = 0.0
         self.num_to_refuse = 0
-        self.dies_slowly = False
+        self.dies_slowly = self.is_silent = False  # is_silent: no read from it goes on
         fabric.agents[agent] = self
         self.process.on_death.append(self._gone)
 
@@ -145,13 +152,9 @@ class SimTransport:
         self._spans[span.address] = span.size_bytes
 
     def deregister(self, span: MemoryRange) -> None:
-        size = self._spans.pop(span.address)
-        for read in self.reads:
-            for index, piece in enumerate(read.pieces):
-                if read.error is not None and (index not in read.late or index in read.landed):
-                    continue
-                if any(span.address <= local < span.address + size for local, _, _ in piece):
-                    self._violate("memory is deregistered while a read may write it")
+        end = span.address + self._spans.pop(span.address)
+        if any(span.address <= local < end for read in self.reads for local, _ in read.to_land()):
+            self._violate("memory is deregistered while a read may write it")
 
     def metadata(self, spans: Sequence[MemoryRange]) -> bytes:
         return ";".join([self._agent, *(f"{span.address}+{span.size_bytes}" for span in spans)]).encode()
@@ -188,7 +191,11 @@ class SimTransport:
         listed: list[Run] = list(
             zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True)
         )
+        taken = sorted(one for read in self.reads for one in read.to_land())
         for local, remote, size in listed:
+            before = bisect(taken, (local + size,))
+            if before and sum(taken[before - 1]) > local:
+                self._violate("a read is posted where another may write")
             if not any(start <= remote and remote + size <= start + length for start, length in known):
                 raise TransportError(f"cannot read from agent {agent}: not registered", settled=True)
             if not self.holds(local, size):
@@ -202,6 +209,7 @@ class SimTransport:
             raise TransportError(f"cannot read from agent {agent}: simulated refusal", settled=True)
         read = self._cut(agent, listed)
         self.reads[read] = None
+        self.held.add(read)
         source = self._fabric.agents.get(agent)
         self._reaches(Moment.READ, source)
         at_once = source is self or (
@@ -235,16 +243,19 @@ class SimTransport:
     def poll(self, handle: ReadHandle) -> bool:
         assert isinstance(handle, Read)
         self.progress()
+        if handle not in self.held:
+            self._violate("a read is polled that has ended")
         if handle.error is not None:
+            self.held.discard(handle)
             raise handle.error
         handle.done = not handle.num_left
         return handle.done
 
     def release(self, handle: ReadHandle) -> None:
         assert isinstance(handle, Read)
-        if not handle.done or handle.is_released:
+        if not handle.done or handle not in self.held:
             self._violate("a read is released that is in flight, or was released")
-        handle.is_released = True
+        self.held.discard(handle)
 
     def progress(self) -> None:
         self._task = self._kernel.current
@@ -335,10 +346,10 @@ class SimTransport:
             left_s = min(STALLED_POLL_S, self.stalls_until - self._kernel.now + 1e-6)  # it may be shortened
             self._later(read, index, left_s, is_served, is_late)
             return
-        if self._is_halted:
+        source = self._fabric.agents.get(read.agent)
+        if self._is_halted or (source is not None and source.is_silent):
             self._later(read, index, STOPPED_POLL_S, is_served, is_late)
             return
-        source = self._fabric.agents.get(read.agent)
         if source is None:
             if read.error is None:
                 self._lost.add(read.agent)

@@ -14,7 +14,7 @@ from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.peer import GrantReply, GrantRequest
 from tests.simulation.contents import Lists
-from tests.simulation.fabric import Fabric, Read
+from tests.simulation.fabric import Fabric
 from tests.simulation.network import Wire
 from tests.simulation.store import Store
 
@@ -80,16 +80,10 @@ def writers_of(fabric: Fabric, store: Store, lists: Lists) -> list[str]:
     mapped = [one for one in mappings() if one.inode in masks]
     found: dict[str, None] = {}
     for mover, read in reads:
-        for local, size in _to_land(read):
+        for local, size in read.to_land():
             for one in mapped:
                 if one.begin <= local < one.end:
                     at = local - one.begin + one.offset
                     if np.any(masks[one.inode][at : at + size]):
                         found[mover.process.name] = None
     return [*found]
-
-
-def _to_land(read: Read) -> Iterator[tuple[int, int]]:
-    for index, piece in enumerate(read.pieces):
-        if index not in read.landed and (read.error is None or index in read.late):
-            yield from ((local, size) for local, _, size in piece)

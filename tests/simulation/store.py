@@ -38,6 +38,10 @@ class MemoryKind(StrEnum):
     SHARED = auto()  # of the host, and other processes may map it
     RESIDENT = auto()  # of the host, for its own process alone
     GPU = auto()  # exported by the driver
+    MIXED = auto()  # of the host and of the GPU, in turn
+
+
+WITH_GPU = (MemoryKind.GPU, MemoryKind.MIXED)
 
 
 class GpuMemory:
@@ -70,8 +74,9 @@ class Store:
         self._contents = contents_of(shape.layout)
         self.memories: list[SealedMemory | GpuMemory] = []
         with ExitStack() as undoing:
-            for size in shape.memory_bytes:
-                made = GpuMemory(size) if kind is MemoryKind.GPU else SealedMemory.create(size)
+            for number, size in enumerate(shape.memory_bytes):
+                is_of_gpu = kind is MemoryKind.GPU or (kind is MemoryKind.MIXED and number % 2)
+                made = GpuMemory(size) if is_of_gpu else SealedMemory.create(size)
                 self.memories.append(undoing.enter_context(made))
             undoing.pop_all()
         self._bytes = [np.frombuffer(memory.buffer, dtype=np.uint8) for memory in self.memories]
@@ -85,7 +90,7 @@ class Store:
     @property
     def num_fds(self) -> int:
         """How many descriptors its process has for it: of a sealed memory its own, and Python's mapping's."""
-        return len(self.memories) * (1 if self._kind is MemoryKind.GPU else 2)
+        return sum(1 if isinstance(memory, GpuMemory) else 2 for memory in self.memories)
 
     @property
     def regions(self) -> dict[RegionId, SharedMemory] | dict[RegionId, ResidentMemory]:

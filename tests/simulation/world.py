@@ -392,12 +392,12 @@ class World:
         """Have something happen in so many seconds, between two threads."""
         self.kernel.at(self.kernel.now + delay_s, lambda: act(*arguments))
 
-    def holders_of(self, store: Store) -> list[str]:
-        """Return the processes whose movers may read or write a rank's memory."""
+    def holders_of(self, store: Store) -> list[SimTransport]:
+        """Return the movers that may read or write a rank's memory."""
         inodes = {os.fstat(memory.fd).st_ino for memory in store.memories}
         self.kernel.lift_fd_limit()
         ranges = [(one.begin, one.end) for one in mappings() if one.inode in inodes]
-        return [t.process.name for t in self.fabric.agents.values() if t.has_any(ranges)]
+        return [mover for mover in self.fabric.agents.values() if mover.has_any(ranges)]
 
     def _dying_s(self, process: Process) -> float:
         mover = next((t for t in self.fabric.agents.values() if t.process is process), None)
