@@ -84,10 +84,11 @@ class Home:
             record.added_by = message.request if present is None else 0
             more = record.num_bytes - (present.num_bytes if present else 0)
             self._member_share.check(_peer_id(record), more, "take one more rank of another node")
-            self._registry.claim(record, present)
+            self._registry.check_claim(record, present)
         except KvxferdError as error:
             self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
             return
+        self._registry.claim(record)
         if present is not None:
             self._members.pop(present.agent, None)
             self._uncount(present)

@@ -111,7 +111,7 @@ class Member:
             return
         wait_s = reply.retry_after_s
         may_change = reply.code in RETRYABLE_CODES and 0 < wait_s <= rank.join_deadline - self._context.now
-        if may_change and rank.state is RankState.JOINING:
+        if may_change:
             self._set_timer(rank, wait_s)
         else:
             self.on_joined(rank, Refusal(reply.code, reply.message, wait_s))

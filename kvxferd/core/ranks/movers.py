@@ -160,7 +160,6 @@ class Movers:
         if known is None or known.state is MoverState.DYING:
             return
         known.state = MoverState.DYING
-        self._context.timers.cancel(("retired", mover))
         self._context.emit(KillMover(mover))
         if known.resident:
             self._schedule_leaving(known)

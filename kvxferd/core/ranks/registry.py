@@ -200,12 +200,11 @@ class Registry:
             except KvxferdError as error:
                 raise EngineError(f"cannot complete engine {spec.key}: {error}", error.code) from error
 
-    def claim(self, record: RankRecord, replaced: MemberRank | None = None) -> None:
+    def claim(self, record: RankRecord) -> None:
         """Add the rank, after `check_claim`. The first rank of a new generation supersedes the old one.
 
         A generation that was here before the present one started does not: it has only connected again.
         """
-        self.check_claim(record, replaced)
         engine = self.get(record.spec.key)
         if engine is None:
             engine = LocalEngine(record.spec)
