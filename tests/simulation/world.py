@@ -103,6 +103,7 @@ SMALL_NUMBERS = {
     "core.context MAX_TURN_BYTES": 1,
     "core.node CALLS_PER_EVENT": 1,
     "core.node CALLS_PER_TICK": 2,
+    "core.peers.manifest_checks MAX_CACHED_TENSORS": 1,
     "core.ranks.movers MAX_PLAN_BYTES_PER_MOVER": 8192,  # less than two plans, many as they are sent
     "core.ranks.movers MAX_REMOTE_BYTES_PER_PEER": 1,
     "core.sink.grants MAX_GRANTS_PER_RENEWAL": 1,
