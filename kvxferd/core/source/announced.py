@@ -74,7 +74,7 @@ class Announcements:
                 return False
             one = self._by_engine.setdefault(engine, {})[key[1]] = _Announced(owner)
         known = one.reports.get(rank)
-        if known is None or known.incarnation != report.incarnation or known.num_tokens < report.num_tokens:
+        if known is None or known.num_tokens < report.num_tokens:  # of the same mapping: `rank_changed`
             if known is not None:
                 one.end_report(rank)
             one.reports[rank] = report

@@ -365,14 +365,10 @@ def test_what_a_rank_said_early_goes_with_its_process(world):
     assert not announced.take(key)
 
 
-def test_of_one_mapping_the_furthest_report_counts_and_another_mapping_replaces_it(announced):
+def test_the_furthest_report_of_a_rank_counts_once(announced):
     for num_tokens in (8, 16, 12):
         announced.add(KEY, RANK, Report(MAPPING, num_tokens), 0)
     assert announced.take(KEY)[RANK].num_tokens == 16
-    other = Report(Incarnation("second"), 4)
-    for report in (ALL, other):
-        announced.add(KEY, RANK, report, 0)
-    assert announced.take(KEY)[RANK] == other
     assert not announced.take(KEY)
     assert not list(announced)
 
