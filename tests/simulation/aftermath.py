@@ -30,7 +30,8 @@ HARD_PULL_S = 40.0  # enough for each hardship
 LONG_READ_S = 9.0  # longer than a lease, and than a grant's
 LEASE_S = 60.0
 QUEUED_LEASE_S, QUEUE_S = 4.0, 12.0  # a queue of three leases: less than `engine.MAX_HOLD_S`
-AWAY_S = (0.01, 1.0)
+AWAY_S, LONG_AWAY_S = (0.01, 1.0), 4.0  # the last is longer than a reader waits for it
+WAITED_S = 0.3  # then a reader waits for a last step that is late
 CUT_OFF_S = 0.7  # less than `peer.restart_grace_s`
 LONG_CUT_OFF_S = 16.0  # longer than `peer.silent_after_s`
 HANGING_PULLS = 3  # of one token each
@@ -90,7 +91,9 @@ LATER_S = {
 }  # fmt: skip
 ENDS_WITHIN_S = 2.0
 GROWS_SHARE = 0.5  # of the transfers
-LAST_STEP_IS_LATE = frozenset({Hardship.NONE, Hardship.LONG_PREFILL, Hardship.LONGER_PREFILL})
+LAST_STEP_IS_LATE = frozenset({
+    Hardship.NONE, Hardship.LONG_PREFILL, Hardship.LONGER_PREFILL, Hardship.SOURCE_RESTARTS,
+})  # fmt: skip
 LAST_STEP_S = 1.2  # with those before less than a request waits for its repetition
 HOME_IS_BEHIND = frozenset({
     Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE, Hardship.READERS_MOVER_DIES,
@@ -356,7 +359,7 @@ class Aftermath:
         match hardship:
             case Hardship.SOURCE_RESTARTS:
                 self._wait(lambda: False, 0.05)  # its publish has arrived
-                self._restart(source.shape.nodes[0])
+                world.after(rng.choice((0.0, WAITED_S)), self._restart, source.shape.nodes[0], LONG_AWAY_S)
             case Hardship.SINK_RESTARTS:
                 self._restart(sink.shape.nodes[0])
             case Hardship.MOVERS_DIE:
@@ -456,8 +459,8 @@ class Aftermath:
     def _stall(self, transport: SimTransport) -> None:
         transport.stalls_until = self._world.kernel.now + LONG_READ_S
 
-    def _restart(self, node: str) -> None:
-        away_s = self._rng.choice(AWAY_S)
+    def _restart(self, node: str, longer_s: float = AWAY_S[-1]) -> None:
+        away_s = self._rng.choice((*AWAY_S, longer_s))
         self._world.kill_daemon(node)
         self._world.expectations.disturb(away_s, node)
         self._world.after(away_s, self._world.start_daemon, node)
