@@ -27,7 +27,7 @@ LONG_DEADLINE_S = {Pace.QUICK: 3.0, Pace.SLOW: 3.0, Pace.LONG: 16.0}
 READY_S = {Pace.QUICK: 8.0, Pace.SLOW: 12.0, Pace.LONG: 40.0}
 READY_KEPT_S = 8.0  # as long as a default lease of `tests.simulation.world`
 SILENT_S = 14.0  # `peer.silent_after_s`, a repetition of a request, and two seconds
-REFUSED_S = 3.0  # `peer.restart_grace_s`, and two seconds
+REFUSED_S = 2.0  # `peer.restart_grace_s`, and one second
 LEASE_SLACK_S = 0.25  # between a publish and the daemon's clock of it
 
 # Why no pull fails among honest nodes, whatever strikes them.

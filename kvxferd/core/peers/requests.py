@@ -10,6 +10,7 @@ from functools import partial
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import NO_USER, ReplyToPeer, SendToPeer
+from kvxferd.core.tables import discard
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint
 from kvxferd.wire.peer import (
@@ -88,7 +89,7 @@ class PeerRequests:
 
     def refuse(self, asked: OpenRequest, error: KvxferdError) -> None:
         """Refuse a request that was not sent."""
-        asked.opened_at = asked.waiting_at = self._context.now
+        asked.opened_at = self._context.now
         self._on_settled(asked, refusal_of(asked.message.request, error))
 
     def _schedule_give_up(self, number: int) -> None:
@@ -171,10 +172,8 @@ class PeerRequests:
 
     def _remove(self, number: int) -> OpenRequest:
         open_request = self._open.pop(number)
-        there = self._open_by_address.get(open_request.address, {})
-        there.pop(number, None)
-        if not there:
-            self._open_by_address.pop(open_request.address, None)
+        discard(self._open_by_address, open_request.address, number)
+        if open_request.address not in self._open_by_address:
             self._held_back.discard(open_request.address)
         self._context.timers.cancel(("resend", number))
         self._context.timers.cancel(("give-up", number))

@@ -42,7 +42,8 @@ class FencePages:
         if engine is None or session.session_id in self._pages:
             return
         for rank in engine.local_ranks():
-            if rank.uid == session.uid and rank.is_readable and rank.mover is not None:
+            if rank.uid == session.uid and rank.is_readable:
+                assert rank.mover is not None  # it serves readers
                 self._pages[session.session_id] = rank.mover, None
                 self._context.emit(ShareFencePage(rank.mover, session.session_id))
                 return
