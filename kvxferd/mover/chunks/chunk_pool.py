@@ -217,7 +217,7 @@ class ChunkPool:
         elif agent is not None:
             chunk.agent = agent
         # A read that drains counts from its post.
-        if state not in {ChunkState.DRAINING, ChunkState.LOST}:
+        if state is not ChunkState.DRAINING:
             chunk.since = now
         chunk.state = state
         if state is ChunkState.FREE and len(self._chunks) > self._max_chunks:

@@ -49,10 +49,9 @@ class ScatterJob:
         began = time.perf_counter()
         piece: Piece = None
         error: Exception | None = None
-        with self._lock:
-            self._num_running += 1
         try:
             with self._lock:
+                self._num_running += 1
                 piece = self._next_piece()
             if piece is not None:
                 piece()
@@ -65,13 +64,11 @@ class ScatterJob:
             self._began = min(self._began, began)
             self.elapsed_s = time.perf_counter() - self._began
             if error is not None:
-                self.error = self.error or error
+                self.error = error
                 self._end_handing_out()
             self.is_over = self.is_handed_out and not self._num_running
 
     def _next_piece(self) -> Piece:
-        if self.is_handed_out:
-            return None
         if self._is_cancelled or (piece := next(self._pieces, self)) is self:
             self._end_handing_out()
             return None

@@ -75,7 +75,7 @@ class CoveringReads:
 
     def can_scatter(self, form: StretchForm) -> bool:
         """Whether stretches of this form can be scattered with any gain."""
-        return self._device is None or (not self._has_device_failed and self._device.can_scatter(form))
+        return self._device is None or self._device.can_scatter(form)
 
     @property
     def is_draining(self) -> bool:

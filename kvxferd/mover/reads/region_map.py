@@ -51,8 +51,6 @@ def split_by_memory(
     runs: Runs, local: RegionMap | None, remote: RegionMap | None
 ) -> list[tuple[ReadKinds, Runs]]:
     """Return the runs, cut at both sides' boundaries, by the kind of both sides' memory. None: plain."""
-    if local is None and remote is None:
-        return [(HOST, runs)]
     runs = split_at_boundaries(
         runs,
         local.cuts if local is not None else _NO_BOUNDARIES,
@@ -85,7 +83,7 @@ def split_at_boundaries(runs: Runs, local_boundaries: Uint64s, remote_boundaries
 
 
 def _split(runs: Runs, starts: Uint64s, cuts: Uint64s) -> Runs:
-    if not len(cuts) or not len(starts):
+    if not len(cuts):
         return runs
     first = np.searchsorted(cuts, starts, side="right")
     num_cuts = np.searchsorted(cuts, starts + runs.length, side="left") - first

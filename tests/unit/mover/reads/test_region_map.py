@@ -41,7 +41,7 @@ def test_host_memory_in_one_piece_costs_nothing() -> None:
     assert not is_plain([region("a", 0, 100, MemoryKind(staged=True))])
     same = runs((0, 0, 10))
     ((kinds, found),) = split_by_memory(same, None, None)
-    assert kinds is HOST
+    assert kinds == HOST
     assert found is same
 
 
