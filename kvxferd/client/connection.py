@@ -89,8 +89,7 @@ class Connection:
         self._num_attempts = 0
         self._reconnect_at = 0.0
         self._closing = False
-        self._disconnect_requested = False
-        self._disconnect_reason = (Code.DAEMON_LOST, "")
+        self._disconnect_reason: tuple[Code, str] | None = None  # why the thread is to end this connection
         self._thread = threading.Thread(target=self._run, name=f"kvxferd-client-{path.name}", daemon=True)
         self._thread.start()
 
@@ -102,7 +101,7 @@ class Connection:
         A short request that the engine's own thread sends reaches the daemon before the I/O thread
         would have woken up.
         """
-        if self._disconnect_requested or not self._send_lock.acquire(blocking=False):
+        if self._disconnect_reason is not None or not self._send_lock.acquire(blocking=False):
             self.wake()
             return
         is_done, sock, now = False, self._socket, time.monotonic()
@@ -128,7 +127,7 @@ class Connection:
         self, code: Code = Code.DAEMON_LOST, why: str = "the client gave the connection up"
     ) -> None:
         """Make the thread end this connection to the daemon. With the lock held."""
-        self._disconnect_requested, self._disconnect_reason = True, (code, why)
+        self._disconnect_reason = (code, why)
         self.wake()
 
     def wait_welcomed(self, timeout_s: float) -> None:
@@ -249,9 +248,9 @@ class Connection:
 
     def _run_once(self) -> None:
         now = time.monotonic()
-        if self._disconnect_requested:
-            self._disconnect_requested = False
-            self._disconnect(*self._disconnect_reason)
+        if (reason := self._disconnect_reason) is not None:
+            self._disconnect_reason = None
+            self._disconnect(*reason)
         try:
             with self.lock:
                 self._receive_deliveries()
@@ -373,7 +372,7 @@ class Connection:
             raise
         with self.lock:
             self._receive_deliveries()
-            if not self._disconnect_requested:
+            if self._disconnect_reason is None:
                 self.session.handle(message, time.monotonic(), page)
                 self._watch_resident_movers()  # before the session's next message is sent
             elif page is not None:

@@ -76,7 +76,6 @@ class MoverWatch:
         for pidfds in self._pidfds.values():
             for pidfd in pidfds:
                 self._unwatch(pidfd)
-        self._pidfds.clear()
 
     def _handle_exit(self, epoch: int, pidfd: int) -> None:
         self._pidfds[epoch].discard(pidfd)

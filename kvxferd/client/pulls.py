@@ -149,10 +149,7 @@ class ClientPulls:
 
     def build_message(self, pull: ClientPull, epoch: int, now: float) -> worker.PullRequest | None:
         """Return the message to send, with the remaining time; None if the pull has ended meanwhile."""
-        if pull.phase is not ClientPullPhase.QUEUED:
-            return None
-        if now >= pull.deadline:
-            self._move(pull, ClientPullSignal.TIMER)
+        if pull.phase is not ClientPullPhase.QUEUED or now >= pull.deadline:  # then its timer ends it
             return None
         pull.epoch = epoch
         pull.message = f"cannot pull {pull.ref.transfer_id}: its deadline passed, and the daemon is silent"

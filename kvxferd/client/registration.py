@@ -87,11 +87,9 @@ class Registration:
         self.boot = BootId("")  # of the daemon at the other end
         self._launch: LaunchMover | None = None
         self._unsent_fds: tuple[int, ...] = ()  # descriptors that the daemon has not requested yet
-        self._resident_movers: list[ResidentMover] = []  # those that are not quiesced yet
+        # Those that are not quiesced yet, with the owners of the memory that each uses.
+        self._resident_movers: list[tuple[ResidentMover, tuple[object, ...]]] = []
         self._unwatched_movers: list[ResidentMover] = []
-        self._owners: list[
-            tuple[ResidentMover, tuple[object, ...]]
-        ] = []  # of the memory that each mover uses
 
     def begin(self, role: SessionRole, launch: LaunchMover | None = None) -> None:
         """Set the session's role; `launch` starts resident movers.
@@ -170,12 +168,13 @@ class Registration:
     def _start_mover(self, exports: MemoryExport) -> int:
         assert self._launch is not None
         mover = self._launch(self.boot, exports.regions)
-        self._resident_movers = [own for own in self._resident_movers if not own.is_quiesced]
-        self._resident_movers.append(mover)
-        self._owners = [(own, owners) for own, owners in self._owners if not own.is_quiesced]
-        self._owners.append((mover, exports.owners))
+        self._drop_quiesced_movers()
+        self._resident_movers.append((mover, exports.owners))
         self._unwatched_movers.append(mover)
         return mover.daemon_end
+
+    def _drop_quiesced_movers(self) -> None:
+        self._resident_movers = [own for own in self._resident_movers if not own[0].is_quiesced]
 
     def handle_accepted(self, message: worker.Registered, epoch: int) -> None:
         """Record that the daemon has accepted the request. Raises ProtocolError for a wrong reply."""
@@ -247,14 +246,14 @@ class Registration:
 
     def close_daemon_ends(self) -> None:
         """Close the daemon's ends of the movers' sockets: the daemon has its copies, and none waits."""
-        for mover in self._resident_movers:
+        for mover, _ in self._resident_movers:
             mover.close_daemon_end()
 
     def stop_movers(self) -> list[ResidentMover]:
         """Request the end of this process's movers; return those that have not ended yet."""
-        for mover in self._resident_movers:
+        for mover, _ in self._resident_movers:
             mover.stop()
-        return [mover for mover in self._resident_movers if not mover.is_quiesced]
+        return [mover for mover, _ in self._resident_movers if not mover.is_quiesced]
 
     def close_and_stop_movers(self) -> None:
         """Request the end of this process's movers, when nothing waits to be sent any more."""
@@ -275,7 +274,7 @@ class Registration:
     @property
     def resident_movers_quiesced(self) -> bool:
         """Whether no mover of this process is left."""
-        return all(mover.is_quiesced for mover in self._resident_movers)
+        return all(mover.is_quiesced for mover, _ in self._resident_movers)
 
     def mark_unmapped(self, epoch: int) -> None:
         """Record that the movers of that connection are dead or have unmapped the memory."""
@@ -284,7 +283,7 @@ class Registration:
     def finish_suspend(self) -> None:
         """Close the exports: the engine may free its memory from here on."""
         self.memory_state = MemoryState.SUSPENDED
-        self._owners = [(own, owners) for own, owners in self._owners if not own.is_quiesced]
+        self._drop_quiesced_movers()
         self._close_exports()
 
     def begin_resume(self, exports: MemoryExport) -> None:
@@ -313,8 +312,8 @@ class Registration:
     def close(self) -> None:
         """End the movers, and keep no memory alive but what a mover of this process still uses."""
         self.close_and_stop_movers()
-        in_use = [*_STILL_IN_USE, *self._owners]
-        self._owners = []
+        self._drop_quiesced_movers()
+        in_use = [*_STILL_IN_USE, *self._resident_movers]
         _STILL_IN_USE[:] = [(mover, owners) for mover, owners in in_use if owners and not mover.is_quiesced]
         self._close_exports()
 

@@ -96,15 +96,12 @@ class ClientSession(SessionRequests):
 
     def connection_lost(self, now: float, code: Code, why: str) -> None:
         """Handle the connection's end: what was sent is decided, what was not waits for the next."""
-        if self.state is not SessionState.CLOSED:
-            self.state = SessionState.DISCONNECTED
+        self.state = SessionState.DISCONNECTED
         self._reply_deadline = math.inf
         self._outbox.connection_lost()
         self._pulls.connection_lost(self.epoch, now, code, why)
         self._publishes.connection_lost()
         self.registration.close_and_stop_movers()
-        if self.registration.memory_state is MemoryState.SUSPENDING:
-            self._publishes.release_all_locally(Code.SUSPENDED)
 
     def movers_exited(self, epoch: int) -> None:
         """Handle the death of every mover of a connection that has ended."""
@@ -114,8 +111,6 @@ class ClientSession(SessionRequests):
 
     def fail_permanently(self, code: Code, message: str) -> None:
         """End the session: no daemon will accept it any more. After `connection_lost`."""
-        if self.state is SessionState.CLOSED:
-            return
         self.state = SessionState.CLOSED
         self.close_reason = Refusal(code, message)
         self._pulls.fail_queued(code, message)
@@ -195,8 +190,7 @@ class ClientSession(SessionRequests):
             if (deliveries := self.pop_final_deliveries()) is not None:
                 self._outbox.queue(deliveries)
             self._outbox.queue(worker.Suspend())
-        elif self.state is not SessionState.REGISTERING:
-            self._publishes.release_all_locally(Code.SUSPENDED)
+        else:
             self._finish_suspend_if_unmapped()
 
     def resume(self, exports: MemoryExport) -> None:
@@ -229,7 +223,7 @@ class ClientSession(SessionRequests):
             self.registration.memory_state is MemoryState.SUSPENDING
             and self.registration.is_unmapped_elsewhere
         ):
-            self._publishes.release_all_locally(Code.SUSPENDED)  # on every path to here the bytes go
+            self._publishes.release_all_locally(Code.SUSPENDED)  # their bytes go
             self.registration.finish_suspend()
             self._emit(worker.Suspended())
 
@@ -244,15 +238,6 @@ class ClientSession(SessionRequests):
 
         `page`: where the message carries a fence page. It is the session's then, or closed.
         """
-        if page is not None:
-            assert isinstance(message, worker.Registered)
-            try:
-                self._require_state(SessionState.REGISTERING, message)
-                self.registration.check_request_number(message.request)
-            except ProtocolError:
-                page.close()
-                raise
-            self._publishes.switch_fence_page(page)
         match message:
             case worker.TicketDelivered():
                 self._pulls.handle_delivered(message)
@@ -261,7 +246,7 @@ class ClientSession(SessionRequests):
             case worker.Welcome():
                 self._handle_welcome(message, now)
             case worker.Registered():
-                self._handle_registered(message, now)
+                self._handle_registered(message, now, page)
             case worker.FdsRequest():
                 self._require_state(SessionState.REGISTERING, message)
                 for batch in self.registration.build_fd_batches(message.request):
@@ -327,23 +312,25 @@ class ClientSession(SessionRequests):
 
     def _handle_mover_offered(self, message: worker.MoverOffered) -> None:
         """Acknowledge the mover: the connection watches it already, so it may have the memory."""
-        can_be = self.state in (SessionState.REGISTERING, SessionState.READY)
-        if (
-            not can_be
-            or self.registration.memory_state is MemoryState.SUSPENDED
-            or not self.registration.expects_mover_offers
-        ):
+        is_suspended = self.registration.memory_state is MemoryState.SUSPENDED
+        if is_suspended or not self.registration.expects_mover_offers:
             raise ProtocolError("the daemon offered a mover that nobody requested", Code.OUT_OF_PLACE)
         self.registration.mark_mapped(self.epoch)
         self._outbox.queue_first(worker.MoverAcknowledged(number=message.number))
 
-    def _handle_registered(self, message: worker.Registered, now: float) -> None:
-        self._require_state(SessionState.REGISTERING, message)
-        self.registration.handle_accepted(message, self.epoch)
+    def _handle_registered(self, message: worker.Registered, now: float, page: FencePage | None) -> None:
+        try:
+            self._require_state(SessionState.REGISTERING, message)
+            self.registration.handle_accepted(message, self.epoch)
+        except ProtocolError:
+            if page is not None:
+                page.close()
+            raise
+        if page is not None:
+            self._publishes.switch_fence_page(page)
         self.state, self._reply_deadline = SessionState.READY, math.inf
         self._endpoint = Endpoint(message.endpoint)
         if self.registration.memory_state is MemoryState.SUSPENDING:
-            self._publishes.release_all_locally(Code.SUSPENDED)
             self._outbox.queue(worker.Suspend())
             return
         self._outbox.replay(self._publishes.replay(now, self._lease_s))
@@ -369,7 +356,6 @@ class ClientSession(SessionRequests):
         if self.registration.memory_state is not MemoryState.SUSPENDING:
             raise ProtocolError("the daemon suspended a rank that did not ask for it", Code.OUT_OF_PLACE)
         self._pulls.connection_lost(self.epoch, now, Code.SUSPENDED, "the rank was suspended")
-        self._publishes.release_all_locally(Code.SUSPENDED)
         self.registration.mark_unmapped(self.epoch)
         if not self.registration.stop_movers():
             self._pulls.movers_exited(self.epoch)

@@ -245,16 +245,17 @@ def test_what_has_ended_before_its_turn_is_not_sent_and_keeps_no_block_ids_alive
     requests.pulls.cancel(cancelled.ticket.number)
     requests.publishes.release_locally(released.transfer_id, Code.UNPUBLISHED)
     assert requests.sent(now=6.0) == []
+    assert requests.pulls.expire(6.0) == []
     first, second, third, fourth = requests.events
     assert isinstance(first, Failed)
-    assert isinstance(third, Failed)
-    assert (first.code, first.ticket, third.code, third.ticket) == (
+    assert isinstance(fourth, Failed)
+    assert (first.code, first.ticket, fourth.code, fourth.ticket) == (
         *(Code.CANCELLED, cancelled.ticket),
         *(Code.DEADLINE, late.ticket),
     )
-    assert (first.safe_to_reuse, third.safe_to_reuse) == (True, True)
+    assert (first.safe_to_reuse, fourth.safe_to_reuse) == (True, True)
     assert second == Released(TransferId("req-1"), Code.UNPUBLISHED)
-    assert fourth == Released(TransferId("req-2"), Code.LEASE_EXPIRED)
+    assert third == Released(TransferId("req-2"), Code.LEASE_EXPIRED)
     assert [ended.blocks for ended in (cancelled, late, released, expired)] == [{}] * 4
     assert list(first.blocks["full"].ids) == [1, 2]  # the event has them
 
