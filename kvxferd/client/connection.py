@@ -292,7 +292,7 @@ class Connection:
             return
         self._connected_at = now
         self._selector_mask = selectors.EVENT_READ
-        self._selector.register(self._socket, self._selector_mask, self._handle_readable)
+        self._selector.register(self._socket, self._selector_mask, self._receive)
         with self.lock:
             self.connect_error = None
             self.session.connection_made(now)
@@ -301,10 +301,6 @@ class Connection:
         step = RECONNECT_S[min(self._num_attempts, len(RECONNECT_S) - 1)]
         self._num_attempts += 1
         self._reconnect_at = now + step * random.uniform(0.8, 1.2)
-
-    def _handle_readable(self) -> None:
-        if self._socket is not None:
-            self._receive(self._socket)
 
     def _send(self) -> None:
         sock = self._socket
@@ -315,7 +311,7 @@ class Connection:
         mask = selectors.EVENT_READ | (0 if sock.is_flushed else selectors.EVENT_WRITE)
         if mask != self._selector_mask:
             self._selector_mask = mask
-            self._selector.modify(sock, mask, self._handle_readable)
+            self._selector.modify(sock, mask, self._receive)
 
     def _send_one(self, sock: FrameSocket) -> bool:
         """Flush the socket, then send one message; return whether nothing more can be sent now."""
@@ -333,9 +329,10 @@ class Connection:
                 sock.flush()
         return outgoing is None
 
-    def _receive(self, sock: FrameSocket) -> None:
+    def _receive(self) -> None:
+        assert self._socket is not None, "it is watched as long as it is there"
         try:
-            frames = sock.receive()
+            frames = self._socket.receive()
         except ProtocolError as error:
             self._disconnect(error.code, error.message)
             return
@@ -374,7 +371,6 @@ class Connection:
             self._receive_deliveries()
             if self._disconnect_reason is None:
                 self.session.handle(message, time.monotonic(), page)
-                self._watch_resident_movers()  # before the session's next message is sent
             elif page is not None:
                 page.close()
 

@@ -76,8 +76,3 @@ class PendingCompletions:
             else:
                 self._pending.append(pending)
         self.next_poll = now + POLL_S if self._pending else math.inf
-
-    def clear(self) -> None:
-        """Drop everything, without a callback."""
-        self._pending.clear()
-        self.next_poll = math.inf

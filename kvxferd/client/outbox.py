@@ -81,11 +81,6 @@ class Outbox:
         self._first.clear()
         self._queue = deque(item for item in self._queue if isinstance(item, _SENT_AFTER_RECONNECT))
 
-    def clear(self) -> None:
-        """Drop everything."""
-        self._first.clear()
-        self._queue.clear()
-
     def pop(self, ready: bool, epoch: int, now: float) -> Outgoing | None:
         """Return the next message to send, None when there is none now. `ready`: the session is READY."""
         while ready and not self._first and self._queue:

@@ -115,7 +115,6 @@ class ClientSession(SessionRequests):
         self.close_reason = Refusal(code, message)
         self._pulls.fail_queued(code, message)
         self._publishes.release_all_locally(Code.PUBLISHER_GONE)
-        self._outbox.clear()
         self._emit(Disconnected(code, message))
 
     def resident_movers_exited(self, now: float, code: Code, why: str) -> None:
@@ -127,8 +126,6 @@ class ClientSession(SessionRequests):
         """End everything, fence words first: the engine closes the client, or the client failed."""
         self._publishes.release_all_locally(Code.PUBLISHER_GONE)
         self._pulls.close(code, why)
-        self._pending_completions.clear()
-        self._outbox.clear()
         if self.registration.is_resident:
             self.registration.mark_unmapped(self.epoch)  # from here on only the mover's own state counts
         self.registration.close()
