@@ -509,7 +509,7 @@ class Blunders:
     def _check_wrong_daemon(self, worker: Worker, wrong: WrongMessage) -> None:
         """A client leaves a daemon that sends what is out of place, and keeps nothing that came from it."""
         text = f"a daemon sends {type(wrong.message).__name__} {wrong.carries} {wrong.to and 'to '}{wrong.to}"
-        self._expect("left", text, partial(wrong_daemons.start, worker, wrong), 3.0)
+        self._expect("left", text, partial(wrong_daemons.start, worker, wrong), 3.0 + wrong.within_s)
 
     def _check_registration(self, worker: Worker) -> None:
         """A process cannot take the place of a rank, nor one beside it."""

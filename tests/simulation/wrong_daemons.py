@@ -13,6 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvxferd import client
+from kvxferd.client.session import HANDSHAKE_TIMEOUT_S
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.frame_socket import FrameSocket, close_fds
 from kvxferd.ids import Ticket
@@ -25,15 +26,16 @@ from tests.simulation.store import MemoryKind, Store
 
 COMES_S = 5.0  # within which a client comes, and says what it is
 LEAVES_S = 0.2  # within which it leaves
-STAYS_S = 1.0  # that it would wait for a reply, and be a rank then
+STAYS_S = 0.8  # so much longer it would wait for a reply, and be a rank then
 
 
 class WrongMessage(NamedTuple):
     """What is sent in the place of the reply to a message of that name; "": behind all replies."""
 
     to: str
-    message: Message
+    message: Message | None  # None: nothing is sent
     carries: str = ""  # "page" or "pidfd"
+    within_s: float = LEAVES_S
 
 
 WELCOME = wire.Welcome(version=wire.WORKER_VERSIONS.newest, boot_id="boot", lease_s=8.0, max_hold_s=20.0)
@@ -42,6 +44,7 @@ REFUSED = wire.Refused(request=1, code=Code.BUSY, message="")
 OFFERED = wire.MoverOffered(number=1)
 DELIVERED = wire.TicketDelivered(ticket=Ticket(1), bytes=1, runs=1, wire_s=0.0)
 WRONG = [
+    WrongMessage("Hello", None, within_s=HANDSHAKE_TIMEOUT_S + LEAVES_S),
     WrongMessage("Hello", replace(WELCOME, version=99)),
     WrongMessage("Hello", WELCOME, "page"),
     WrongMessage("Hello", REGISTERED),
@@ -94,14 +97,15 @@ def serve(path: Path, wrong: WrongMessage, wait: Callable[[int, float], bool], a
             if to == "Register" != wrong.to:
                 send(REGISTERED, "page")
             if to == wrong.to or (to == "Register" and not wrong.to):
-                send(wrong.message, wrong.carries)
-                send(OFFERED, "pidfd")  # it is read with what is wrong, and dropped
-                within_s = LEAVES_S
+                within_s = wrong.within_s
+                if wrong.message is not None:
+                    send(wrong.message, wrong.carries)
+                    send(OFFERED, "pidfd")  # it is read with what is wrong, and dropped
         link.flush()
     link.close()
 
 
-def be_client(path: Path, worker: Worker, answers: list[object]) -> None:
+def be_client(path: Path, worker: Worker, stays_s: float, answers: list[object]) -> None:
     """Be a rank like this worker, for a while; add to `answers` what is left of that."""
     kernel, world = worker.world.kernel, worker.world
     assert worker.spec is not None
@@ -110,10 +114,10 @@ def be_client(path: Path, worker: Worker, answers: list[object]) -> None:
     before = world.num_fds(kernel.current.process)
     with (
         suppress(KvxferdError),
-        client.connect(path, timeout_s=STAYS_S) as made,
-        made.register(worker.spec, worker.shape.layout, store.regions, STAYS_S),
+        client.connect(path, timeout_s=stays_s) as made,
+        made.register(worker.spec, worker.shape.layout, store.regions, stays_s),
     ):
-        kernel.sleep(STAYS_S)
+        kernel.sleep(stays_s)
     if (left := world.num_fds(kernel.current.process) - before) > 0:
         answers.append(f"{left} descriptors are left")
 
@@ -126,4 +130,6 @@ def start(worker: Worker, wrong: WrongMessage, answers: list[object]) -> None:
         return kernel.wait(((fd, select.EPOLLIN),), within_s)
 
     kernel.spawn(f"wrong daemon at {worker.node}", lambda: serve(path, wrong, wait, answers))
-    kernel.spawn(f"its client at {worker.node}", lambda: be_client(path, worker, answers))
+    kernel.spawn(
+        f"its client at {worker.node}", lambda: be_client(path, worker, wrong.within_s + STAYS_S, answers)
+    )
