@@ -146,7 +146,7 @@ def check_open_blocks(
 
     A list may be empty until the last part comes; then each group has one. `added` are the last ids of lists
     whose other ids were checked before: then those alone are checked, in a time that does not grow with the
-    lists. An id that is in two parts is found when its list is complete. Raises EngineError (blocks-invalid).
+    lists. An id that is listed twice is found when its list is complete. Raises EngineError (blocks-invalid).
     """
     parts = blocks if added is None else added
     if unknown := parts.keys() - {rule.side.group for rule in rules}:
@@ -166,7 +166,6 @@ def check_open_blocks(
         if end < num_tokens and not is_first:
             _check_end(side, listed, end)
             _check_ids(side, part, scans)
-            _check_no_id_twice(side, part, scans)
         else:
             upto = max(min(end, num_tokens), listed.first_token + 1)
             _check_list(side, listed, upto, granule_tokens, scans)
@@ -211,18 +210,14 @@ def _check_group_read(
     scans: IdScans,
 ) -> None:
     """Check the two lists of one group read."""
-    name = read.local.group
-    if name not in local:
-        raise blocks_invalid(f"cannot do without blocks of group {name!r}: an empty list would do")
-    mine = local[name]
+    mine = local[read.local.group]
     if not mine.ids:
         return
     theirs = remote.get(read.remote.group, PackedBlocks(b""))
     _check_ids(read.remote, theirs, scans)
     if read.remote.kind is GroupKind.ATTENTION:
         _check_end(read.remote, theirs, read.remote.end_of(theirs))
-        for side, listed in ((read.local, mine), (read.remote, theirs)):
-            check_first_token(side, read.granule_tokens, listed)
+        check_first_token(read.remote, read.granule_tokens, theirs)
     if read.local.kind is GroupKind.STATE:
         if not theirs.ids or theirs.state_at != num_tokens:
             has = f"its state at token {theirs.state_at}" if theirs.ids else "no state"
