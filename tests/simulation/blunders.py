@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import random
 import select
 import socket
@@ -52,8 +53,14 @@ NUM_WRONG_DAEMONS = 6
 BACK_S, SETTLED_S = 60.0, 14.0  # of a daemon that was restarted
 NUM_TOKENS = 5
 TOO_MANY_TOKENS = 17  # no transfer has so many
-FULL_SHARE, BACK_S = 0.3, 14.0  # by then a home has the ranks of a node whose daemon was restarted
-OF_READERS = ("plan_bytes", "remote_engine_bytes")  # limits past which a pull is refused
+FULL_SHARE, BACK_S = 0.5, 14.0  # by then a home has the ranks of a node whose daemon was restarted
+# Limits past which a pull is refused, of the table or of a module.
+OF_READERS = {
+    "plan_bytes": Code.BUSY,
+    "remote_engine_bytes": Code.BUSY,
+    "plan.planner MAX_EXTENTS": Code.LAYOUT_INCOMPATIBLE,
+    "plan.planner MAX_PERIOD_STEPS": Code.LAYOUT_INCOMPATIBLE,
+}
 STRANGER = 4242  # a user that has no engine
 # Codes of wrong arguments, as the client's own check has them.
 INVALID, BAD = Code.BLOCKS_INVALID, Code.BAD_REQUEST
@@ -275,8 +282,9 @@ def _of_tensors(change: Callable[[CacheTensor], CacheTensor]) -> Callable[[Stran
     return _of_layout(lambda layout: {"tensors": tuple(map(change, layout.tensors))})
 
 
-# What an engine of one rank is like that can read nothing of the others.
+# What a rank is like that can read nothing of the others.
 OF_OTHER_MODELS: dict[str, tuple[Code, Callable[[Stranger], Stranger]]] = {
+    "no stages": (Code.NOT_PP_AWARE, _of_spec(pp_aware=False)),
     "another fingerprint": (Code.LAYOUT_INCOMPATIBLE, _of_spec(fingerprint="other")),
     "another type": (Code.LAYOUT_INCOMPATIBLE, _of_tensors(lambda one: replace(one, dtype="other"))),
     "another encoding": (Code.LAYOUT_INCOMPATIBLE, _of_tensors(lambda one: replace(one, encoding="other"))),
@@ -361,7 +369,7 @@ class Blunders:
                 self._check_no_daemon(rng.choice(world.node_names))
                 for wrong in rng.sample(WRONG, NUM_WRONG_DAEMONS):
                     self._check_wrong_daemon(reader, wrong)
-            elif drawn < 0.87 and sink.num_ranks == 1:
+            elif drawn < 0.87:
                 self._check_other_model(sink.ranks[0], transfer)
             elif drawn < 0.94 or not growing:
                 self._check_registration(rng.choice([*source.ranks, *sink.ranks]))
@@ -374,14 +382,18 @@ class Blunders:
 
     def _check_full(self, worker: Worker, transfer: Transfer) -> None:
         """A daemon that has no room for something refuses a pull which needs it, at once."""
-        table, name = limits.TABLE, self._rng.choice(OF_READERS)
-        for row, room in ((table[name]._replace(total=1), "no"), (table[name], "")):
-            set_on(limits, "TABLE", {**table, name: row})
+        name = self._rng.choice(sorted(OF_READERS))
+        module, _, number = name.rpartition(" ")
+        place = importlib.import_module(f"kvxferd.{module}") if module else limits
+        usual = getattr(place, number := number if module else "TABLE")
+        little: object = 0 if module else {**usual, name: usual[name]._replace(total=1)}
+        for value in (little, usual):
+            set_on(place, number, value)
             self._world.kill_daemon(worker.node)
             self._world.start_daemon(worker.node)
             self._wait(lambda: False, BACK_S)
-            if room:
-                wrong: Wrong = {f"{room} room for {name}": (Code.BUSY, lambda call: call)}
+            if value is little:
+                wrong: Wrong = {f"no room for {name}": (OF_READERS[name], lambda call: call)}
                 self._check_call(worker, transfer, "pull", wrong)
 
     def _check_call(self, worker: Worker, transfer: Transfer, what: str, wrong: Wrong) -> None:
@@ -563,7 +575,8 @@ class Blunders:
 
     def _check_other_model(self, worker: Worker, transfer: Transfer) -> None:
         """An engine of another model cannot read."""
-        name = self._rng.choice(sorted(OF_OTHER_MODELS))
+        has_stages = any(rank.pp_rank for rank in transfer.publisher.engine.shape.deployment.ranks)
+        name = self._rng.choice([name for name in OF_OTHER_MODELS if has_stages or name != "no stages"])
         code, change = OF_OTHER_MODELS[name]
         spec, shape, deployment = worker.spec, worker.shape, worker.engine.shape.deployment
         drawn = draw_request(self._rng, deployment, NUM_TOKENS, list(range(deployment.num_blocks)))
