@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from kvxferd.layout import PackedBlocks
 from kvxferd.mover.chunks.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBudget, Slicer
 from kvxferd.mover.reads import pull_engine
 from kvxferd.mover.reads.pull_state import PullState
-from kvxferd.mover.transport.base import TransportError
+from kvxferd.mover.transport.base import ReadHandle, TransportError
 from kvxferd.plan import Runs
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.mover import (
@@ -41,6 +42,29 @@ def test_bytes_arrive_and_the_fence_is_read_last(bench: Bench) -> None:
         assert np.array_equal(heads[:, ::2, rank][:, :8], theirs[:, ::2][:, :8])
     assert not heads[:, 1::2].any()
     assert outcome.bytes == 8 * 4 * heads[0, 0].size
+
+
+def test_the_time_of_each_phase_is_reported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for 5 s; a part takes 1 s to expand, or to find that it was the last, and a post 2 s."""
+    reader, expand = bench.fabric.agents[bench.reader], PullState.expand_next_part
+    post = reader.post
+
+    def slow_post(*arguments: Any) -> ReadHandle:
+        bench.now += 2.0
+        return post(*arguments)
+
+    def slow_expansion(pull: PullState) -> None:
+        bench.now += 1.0
+        expand(pull)
+
+    monkeypatch.setattr(reader, "post", slow_post)
+    monkeypatch.setattr(PullState, "expand_next_part", slow_expansion)
+    number = bench.start(scattered(8))
+    bench.now += 5.0
+    bench.run()
+    told = bench.outcomes()[number]
+    times = (told.queue_s, told.expand_s, told.post_s, told.wire_s, told.fence_s)
+    assert times == (5.0, 2.0, 6.0, 4.0, 2.0), "two agents, and the fence word"
 
 
 def test_short_pulls_go_ahead_but_not_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
