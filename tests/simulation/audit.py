@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvxferd.config.schema import MoverConfig
-from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from tests.simulation.checks import Check
 from tests.simulation.history import HISTORY, wrong_in_history
 from tests.simulation.interposed import set_on
 from tests.simulation.kernel import Process, TaskState
+from tests.simulation.liars import OTHER_VERSION
 from tests.simulation.libzmq import SimSocket, SimTracker
 from tests.simulation.network import Wire
 from tests.simulation.operators import STATUS, Operator, wrong_in_status
@@ -301,7 +301,8 @@ class Requests:
             case "PeerHello":
                 self._hellos[wire] = number
             case "PeerRefused" if self._hellos.get(wire) == number and not self._forgets:
-                if message["code"] == Code.BAD_VERSION:  # of one that cannot be read nothing is known
+                # Of one that cannot be read either nothing is known: it names a version that was drawn.
+                if f"version {OTHER_VERSION}:" in message["message"]:
                     self._refused[wire] = number
             case "PeerWelcome":
                 self._refused.pop(wire, None)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NAME = "liar"
 EVERY_S = (0.01, 0.05, 0.3)
 MAX_CHANGES = 3
-OTHER_VERSION_SHARE = 0.3  # of its hellos, which are refused
+OTHER_VERSION, OTHER_VERSION_SHARE = 977, 0.3  # of its hellos, which are refused
 NUM_DRAWN_BYTES = 64
 
 
@@ -96,7 +96,7 @@ class Liar:
             return payload
         tree = msgspec.msgpack.decode(payload)
         if tree["t"] == "PeerHello" and self._rng.random() < OTHER_VERSION_SHARE:
-            return msgspec.msgpack.encode(tree | {"versions": (9, 9)})
+            return msgspec.msgpack.encode(tree | {"versions": (OTHER_VERSION, OTHER_VERSION)})
         if self._rng.random() >= self._share:
             return payload
         draw = Draw(self._rng.randbytes(NUM_DRAWN_BYTES))
