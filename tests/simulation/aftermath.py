@@ -319,14 +319,15 @@ class Aftermath:
         ):
             awaited = Awaited.SOURCE
         transfer.last_step_s = LATE_STEP_S if awaited is Awaited.ENGINE else 0.0
+        transfer.is_pulled_once = True
         self._wait(lambda: transfer.ref is not None, PULL_S)
         self._wait(lambda: False, 0.05)  # the publish has arrived
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name} is late: {awaited.name}")
+        ends_at = world.kernel.now + AWAITED_S
         if awaited is Awaited.DAEMON:
             world.kernel.stop(world.daemons[home])
             world.after(AWAITED_S, world.kernel.resume, world.daemons[home])
         elif awaited is not Awaited.ENGINE:
-            ends_at = world.kernel.now + AWAITED_S
             name = "stalls_until" if awaited is Awaited.SOURCE else "hangs_until"
             world.planned_at[Moment.READ].append((0.0, lambda mover: setattr(mover, name, ends_at)))
         sink.pull(transfer, SHORT_DEADLINE_S)
@@ -347,6 +348,7 @@ class Aftermath:
                 raise Violation(Check.REASON, text)
         if awaited is Awaited.ENGINE:
             transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
+        self._wait(lambda: world.kernel.now > ends_at, AWAITED_S)  # then the next is for another's lateness
 
     def _publish(self, source: Engine, grows: bool = False) -> Transfer:
         grows = grows or self._rng.random() < GROWS_SHARE

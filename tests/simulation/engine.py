@@ -141,6 +141,7 @@ class Transfer:
     is_withdrawn: bool = False  # its engine has unpublished it, or an operator has cancelled it
     is_cancelled: bool = False  # by an operator
     is_of_liar: bool = False  # a node that lies publishes it, or reads it
+    is_pulled_once: bool = False  # a pull that fails is not repeated
     is_unheard: bool = False  # it ended, maybe before any daemon had it
     delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation
     abandoned: set[str] = field(default_factory=set)
@@ -1296,7 +1297,8 @@ class Worker:
         # Of ranks that ask together a low limit may let in one after another.
         is_turned_away = isinstance(event, client.Failed) and event.code == Code.BUSY
         more = self.engine.num_ranks if is_at_rest and is_turned_away else 0
-        if how != "delivered" and wanted.attempts < MAX_ATTEMPTS + more and not pull.transfer.is_of_liar:
+        is_repeated = wanted.attempts < MAX_ATTEMPTS + more and not pull.transfer.is_pulled_once
+        if how != "delivered" and is_repeated and not pull.transfer.is_of_liar:
             # At rest as a patient engine does it: when a busy source has said.
             delay_s = 1.0 if is_at_rest else world.rng.choice((0.01, 0.2, 1.0))
             deadline_s = PATIENT_S if is_at_rest else None
