@@ -157,7 +157,7 @@ def _stretch_begins(runs: _Runs, max_bytes: int) -> Int64s | None:
     """Return the index of each stretch's first run; None where there are too many to be worth it."""
     reach = np.maximum.accumulate(runs.remote + runs.length)
     is_begin = np.ones(len(reach), dtype=bool)
-    is_begin[1:] = runs.remote[1:] - reach[:-1] > min(MAX_GAP_BYTES, max(max_bytes, 0))
+    is_begin[1:] = runs.remote[1:] - reach[:-1] > min(MAX_GAP_BYTES, max_bytes)
     (begins,) = is_begin.nonzero()
     size = np.maximum.reduceat(runs.remote + runs.length, begins) - runs.remote[begins]
     (too_long,) = (size > max_bytes).nonzero()

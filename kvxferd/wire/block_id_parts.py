@@ -59,10 +59,8 @@ class BlockIdAssembly:
         self._reserve = reserve
         self.num_bytes = 0
 
-    def clear(self) -> None:
-        """Drop every part."""
-        self._streams.clear()
-        self._dropped.clear()
+    def close(self) -> None:
+        """Release what is reserved: no request comes for what is here."""
         self._release(self.num_bytes)
 
     def _release(self, num_bytes: int) -> None:

@@ -69,12 +69,6 @@ class FrameDecoder:
         At most `max_frames` are returned: 256 KiB of the smallest are 32,768, which take 130 ms and, as
         objects, 4 MB.
         """
-        if not (fds or self._fds or self._buffer) and len(chunk) >= HEADER.size:
-            length, num_fds, zero = HEADER.unpack_from(chunk)
-            if HEADER.size + length == len(chunk) and not num_fds:  # one whole frame: nearly always
-                self._check_header(length, num_fds, zero)
-                self.has_more_frames = False
-                return [Frame(bytes(chunk[HEADER.size :]), ())]
         self._fds.extend(fds)
         if self._buffer:
             self._buffer += chunk
