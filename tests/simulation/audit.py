@@ -11,7 +11,6 @@ import re
 import selectors
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -110,11 +109,11 @@ class Audit:
 
     def left_in_daemons(self, path: str) -> list[str]:
         """Return what is wrong by the replies of all daemons."""
-        looks: dict[str, Callable[[str], Iterable[str]]] = {
+        look = {
             STATUS: self._left_in_daemon, METRICS: self._miscounted, HISTORY: self._misremembered,
             TERMS: self._misnamed,
-        }  # fmt: skip
-        return [text for node in self._world.node_names for text in looks[path](node)]
+        }[path]  # fmt: skip
+        return [text for node in self._world.node_names for text in look(node)]
 
     def _misremembered(self, node: str) -> list[str]:
         """Return what a daemon's history says otherwise than engines."""
@@ -125,12 +124,11 @@ class Audit:
         is_whole = node not in self._world.unsure_counts
         return [f"{node}: {text}" for text in wrong_in_history(reply, heard, is_whole=is_whole)]
 
-    def _misnamed(self, node: str) -> Iterator[str]:
-        """Yield what a daemon says otherwise of engines that read one another than their deployments."""
+    def _misnamed(self, node: str) -> list[str]:
+        """Return what a daemon says otherwise of engines that read one another than their deployments."""
         held = {engine.shape.name: engine.shape.deployment.ranks for engine in self._world.engines}
         reply = msgspec.json.decode(self._operator.replies[node, TERMS])
-        if "topology" not in reply:
-            yield f"{node} does not say what it knows of engines: {reply}"
+        found = [] if "topology" in reply else [f"{node} does not say what it knows of engines: {reply}"]
         for terms in reply.get("topology", ()):
             names = reader, source = terms["local_engine_id"], terms["engine_id"]
             if not {*names} <= {*held}:
@@ -148,7 +146,8 @@ class Audit:
                 "replicates_kv_cache": is_replicated or (not mine.spec.num_kv_heads and num_heads > 0),
             }
             if wrong := {name: terms[name] for name in right if terms[name] != right[name]}:
-                yield f"{node} says {wrong} of {names}, and it is {right}"
+                found.append(f"{node} says {wrong} of {names}, and it is {right}")
+        return found
 
     def _left_in_daemon(self, node: str) -> list[str]:
         """Return what a daemon by its own word still has."""

@@ -20,17 +20,10 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation, GroupName, Rank, Ticket, TransferId
 from kvxferd.layout import CacheTensor, EngineSpec, GroupKind, RankLayout
 from kvxferd.memory import SealedMemory
+from kvxferd.wire import limits as sizes
 from kvxferd.wire import worker as worker_wire
 from kvxferd.wire.common import BlockIds, Message, Versions
 from kvxferd.wire.framing import HEADER, encode_frame
-from kvxferd.wire.limits import (
-    MAX_FDS_PER_FRAME,
-    MAX_FRAME_BYTES,
-    MAX_GROUPS_PER_REQUEST,
-    MAX_HELLO_BYTES,
-    MAX_OPEN_ASSEMBLIES,
-    MAX_REF_BYTES,
-)
 from tests.simulation import wrong_daemons
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import Transfer, Worker
@@ -55,12 +48,9 @@ NUM_TOKENS = 5
 TOO_MANY_TOKENS = 17  # no transfer has so many
 FULL_SHARE, BACK_S = 0.5, 14.0  # by then a home has the ranks of a node whose daemon was restarted
 # Limits past which a pull is refused, of the table or of a module.
-OF_READERS = {
-    "plan_bytes": Code.BUSY,
-    "remote_engine_bytes": Code.BUSY,
-    "plan.planner MAX_EXTENTS": Code.LAYOUT_INCOMPATIBLE,
-    "plan.planner MAX_PERIOD_STEPS": Code.LAYOUT_INCOMPATIBLE,
-}
+OF_READERS = dict.fromkeys(("plan_bytes", "remote_engine_bytes"), Code.BUSY) | dict.fromkeys(
+    ("plan.planner MAX_EXTENTS", "plan.planner MAX_PERIOD_STEPS"), Code.LAYOUT_INCOMPATIBLE
+)
 STRANGER = 4242  # a user that has no engine
 # Codes of wrong arguments, as the client's own check has them.
 INVALID, BAD = Code.BLOCKS_INVALID, Code.BAD_REQUEST
@@ -168,7 +158,7 @@ OF_PULLS: Wrong = {
         Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref=call.ref.to_json()[:-9]),
     ),
     "a reference that is long": (
-        Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref=call.ref.to_json() + " " * MAX_REF_BYTES),
+        Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref=call.ref.to_json() + " " * sizes.MAX_REF_BYTES),
     ),
     "a reference with a long name": (
         Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref={**call.ref.to_dict(), "nonce": "0" * 300}),
@@ -301,7 +291,7 @@ OF_OTHER_MODELS: dict[str, tuple[Code, Callable[[Stranger], Stranger]]] = {
 HELLO = worker_wire.Hello(versions=worker_wire.WORKER_VERSIONS, client="stranger")
 ATTACH = worker_wire.Attach(request=1, engine_id=EngineId("stranger"), generation=Generation("g1"))
 IDS = [
-    BlockIds(stream=one, group=GroupName("g"), offset=0, ids=b"") for one in range(MAX_OPEN_ASSEMBLIES + 1)
+    BlockIds(stream=n, group=GroupName("g"), offset=0, ids=b"") for n in range(sizes.MAX_OPEN_ASSEMBLIES + 1)
 ]
 OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
     "nothing first": (Code.OUT_OF_PLACE, [worker_wire.Suspend()]),
@@ -309,7 +299,7 @@ OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
     "a version of tomorrow": (
         Code.BAD_VERSION, [worker_wire.Hello(versions=Versions(oldest=99, newest=99), client="stranger")],
     ),
-    "a large hello": (Code.FRAME_TOO_LARGE, [replace(HELLO, client="s" * MAX_HELLO_BYTES)]),
+    "a large hello": (Code.FRAME_TOO_LARGE, [replace(HELLO, client="s" * sizes.MAX_HELLO_BYTES)]),
     "a cancel of nobody's": (Code.OUT_OF_PLACE, [HELLO, worker_wire.Cancel(ticket=Ticket(1))]),
     "a withdrawal of nobody's": (
         Code.OUT_OF_PLACE, [HELLO, worker_wire.Unpublish(transfer_id=TransferId("t1"))],
@@ -319,13 +309,13 @@ OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
     "ids of more requests than there may be": (Code.BAD_FRAME, [HELLO, ATTACH, *IDS]),
     "ids of more groups than there may be": (
         Code.BAD_FRAME,
-        [HELLO, ATTACH, *(replace(IDS[0], group=f"g{n}") for n in range(MAX_GROUPS_PER_REQUEST + 1))],
+        [HELLO, ATTACH, *(replace(IDS[0], group=f"g{n}") for n in range(sizes.MAX_GROUPS_PER_REQUEST + 1))],
     ),
     "ids behind none": (Code.BAD_FRAME, [HELLO, ATTACH, replace(IDS[0], offset=4)]),
     "a message of no kind": (Code.BAD_FRAME, [HELLO, encode_frame(b"\x81\xa1t\xa4None")]),
-    "a frame past the limit": (Code.FRAME_TOO_LARGE, [HELLO, HEADER.pack(MAX_FRAME_BYTES + 1, 0, 0)]),
-    "a large first frame": (Code.FRAME_TOO_LARGE, [HEADER.pack(MAX_FRAME_BYTES, 0, 0)]),
-    "more descriptors than go": (Code.BAD_FRAME, [HELLO, HEADER.pack(8, MAX_FDS_PER_FRAME + 1, 0)]),
+    "a frame past the limit": (Code.FRAME_TOO_LARGE, [HELLO, HEADER.pack(sizes.MAX_FRAME_BYTES + 1, 0, 0)]),
+    "a large first frame": (Code.FRAME_TOO_LARGE, [HEADER.pack(sizes.MAX_FRAME_BYTES, 0, 0)]),
+    "more descriptors than go": (Code.BAD_FRAME, [HELLO, HEADER.pack(8, sizes.MAX_FDS_PER_FRAME + 1, 0)]),
     "a header of another kind": (Code.BAD_FRAME, [HELLO, HEADER.pack(8, 0, 7)]),
     "descriptors that do not come": (Code.BAD_FRAME, [HELLO, HEADER.pack(1, 2, 0), b"\x80"]),
 }  # fmt: skip
