@@ -183,6 +183,8 @@ class Aftermath:
         if self._is_full:
             self._wait(lambda: False, REPEATED_S, REPEATED_S)
         self._wait_joined()
+        if hardship is Hardship.CONNECTION_BREAKS and sink.shape.memory is MemoryKind.GPU:
+            hardship = Hardship.READ_FAILS  # else all that its mover stages through may be in doubt
         if hardship is Hardship.SINK_RESTARTS and {*source.shape.nodes} & {*sink.shape.nodes}:
             hardship = Hardship.SOURCE_RESTARTS  # it has ranks of the source
         if (
@@ -459,7 +461,7 @@ class Aftermath:
         self._world.planned_messages.append(PlannedMessage(0.05, fail, name="GrantReply"))
 
     def _break_connection(self, transport: SimTransport) -> None:
-        """Break one: where all break, each buffer through which a mover stages may be in doubt for long."""
+        """Break one of those by which a mover reads."""
         if agents := transport.agents_read_from:
             transport.lose_connection(self._rng.choice(agents))
 
