@@ -64,6 +64,7 @@ KERNELS_S = (0.0, 0.001, 0.02, 0.3)
 MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer, and a progressive pull waits for its source
 FEW_READERS = {"acknowledged", "core.source.transfer_table MAX_READERS"}  # of `LOW_NUMBERS`
 LEASE_S = 8.0  # of a transfer that names none, and of a grant
+LEASES_S = (LEASE_S, 4.0, 2.0, 12.0) * 5 + (0.2,)  # the last may be over before the blocks are written
 LOW_LIMIT = 3  # of an engine's transfers, and of a rank's pulls, where limits are low
 PIECE_S = 0.9  # within which a pull at rest has read a first piece
 REFUSED_S = 3.0  # within which what is too much has been refused
@@ -349,7 +350,7 @@ class Engine:
             lists,
             num_tokens,
             num_readers,
-            self.rng.choice((LEASE_S, 4.0, 2.0, 12.0)),
+            self.rng.choice(LEASES_S),
             list(self.workers),
             self.publisher,
             steps,

@@ -43,31 +43,26 @@ REGISTERED = wire.Registered(request=1, endpoint="tcp://10.0.0.1:9441")
 REFUSED = wire.Refused(request=1, code=Code.BUSY, message="")
 OFFERED = wire.MoverOffered(number=1)
 DELIVERED = wire.TicketDelivered(ticket=Ticket(1), bytes=1, runs=1, wire_s=0.0)
+FOR_REGISTERED = (
+    WELCOME, REGISTERED, replace(REFUSED, request=2), wire.FdsRequest(request=2), OFFERED, DELIVERED,
+    wire.Suspended(), wire.MoverRequest(), wire.PullsInterrupted(number=1, tickets=()),
+)  # fmt: skip
+BEHIND_ALL = (
+    WELCOME, REFUSED, wire.FdsRequest(request=1), wire.Suspended(), wire.TicketQuiesced(ticket=Ticket(1)),
+    replace(DELIVERED, ticket=Ticket(0)),
+)  # fmt: skip
 WRONG = [
     WrongMessage("Hello", None, within_s=HANDSHAKE_TIMEOUT_S + LEAVES_S),
     WrongMessage("Hello", replace(WELCOME, version=99)),
     WrongMessage("Hello", WELCOME, "page"),
     WrongMessage("Hello", REGISTERED),
     WrongMessage("Hello", OFFERED, "pidfd"),
-    WrongMessage("Register", WELCOME),
-    WrongMessage("Register", REGISTERED),
     WrongMessage("Register", replace(REGISTERED, request=2), "page"),
-    WrongMessage("Register", replace(REFUSED, request=2)),
-    WrongMessage("Register", wire.FdsRequest(request=2)),
-    WrongMessage("Register", OFFERED),
     WrongMessage("Register", OFFERED, "page"),  # which nobody can wait for
-    WrongMessage("Register", DELIVERED),
-    WrongMessage("Register", wire.Suspended()),
-    WrongMessage("Register", wire.MoverRequest()),
-    WrongMessage("Register", wire.PullsInterrupted(number=1, tickets=())),
-    WrongMessage("", WELCOME),
     WrongMessage("", REGISTERED, "page"),
-    WrongMessage("", REFUSED),
-    WrongMessage("", wire.FdsRequest(request=1)),
-    WrongMessage("", wire.Suspended()),
-    WrongMessage("", wire.TicketQuiesced(ticket=Ticket(1))),
-    WrongMessage("", replace(DELIVERED, ticket=Ticket(0))),
     WrongMessage("", wire.MoverChanged(), "page"),
+    *(WrongMessage("Register", one) for one in FOR_REGISTERED),
+    *(WrongMessage("", one) for one in BEHIND_ALL),
 ]
 
 
