@@ -41,8 +41,7 @@ class ListRules:
         first = min(len(listed), skipped // id_tokens)
         last = len(listed) if end is None else max(first, -(-(end - listed.first_token) // id_tokens))
         last = last if max_ids is None else min(last, first + max_ids)
-        if not first and last >= len(listed) and isinstance(listed.ids, bytes):
-            return listed  # nearly always: without a copy
+        # Nearly always that is all of a list: then neither copies its bytes.
         return PackedBlocks(bytes(listed.ids[4 * first : 4 * last]), listed.first_token + first * id_tokens)
 
 
