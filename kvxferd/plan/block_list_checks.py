@@ -146,7 +146,7 @@ def check_open_blocks(
 
     A list may be empty until the last part comes; then each group has one. `added` are the last ids of lists
     whose other ids were checked before: then those alone are checked, in a time that does not grow with the
-    lists. An id that is listed twice is found when its list is complete. Raises EngineError (blocks-invalid).
+    lists. An id that is in two parts is found when its list is complete. Raises EngineError (blocks-invalid).
     """
     parts = blocks if added is None else added
     if unknown := parts.keys() - {rule.side.group for rule in rules}:
@@ -166,6 +166,7 @@ def check_open_blocks(
         if end < num_tokens and not is_first:
             _check_end(side, listed, end)
             _check_ids(side, part, scans)
+            _check_no_id_twice(side, part, scans)
         else:
             upto = max(min(end, num_tokens), listed.first_token + 1)
             _check_list(side, listed, upto, granule_tokens, scans)

@@ -249,7 +249,7 @@ def test_a_part_is_checked_by_itself_until_its_list_is_complete() -> None:
         # of a list that has grown by these
         *(
             ({"full": PackedBlocks(pack_ids([1, *ids]))}, {"full": PackedBlocks(pack_ids(ids))})
-            for ids in ([NUM_BLOCKS], [-1])
+            for ids in ([2, 2], [NUM_BLOCKS], [-1])
         ),
     ],
 )
