@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 
 from kvxferd.core import events as ev
+from kvxferd.errors import Code
 from kvxferd.ids import PullId
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.peer import RenewGrants
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of, spec_of
 
 DELIVERED_BOTH_WAYS = True
 
@@ -23,6 +24,20 @@ def test_another_mover_delivers_no_pull(world, source, sink):
     assert sink.ended(ticket) is None
     mover_of(sink).work()
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+
+
+def test_a_mover_that_mapped_other_regions_serves_no_rank(world):
+    host = world.host("p")
+    host.give_movers = False
+    worker = world.register(host, spec_of("e"))
+    host.movers[max(host.movers)].mute = True
+    mover = host.bring_mover()
+    mover.mute = False
+    mover.say(mv.Bound(regions=(), metadata=b""))
+    world.settle()
+    (refused,) = worker.received(wk.Refused)
+    assert refused.code is Code.INTERNAL
+    assert not worker.received(wk.Registered)
 
 
 def test_another_mover_ends_no_doubt(world, source, sink):
