@@ -11,7 +11,8 @@ import re
 import selectors
 import socket
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,6 +30,7 @@ from tests.simulation.shapes import block_tokens
 from tests.simulation.store import WITH_GPU, MemoryKind
 
 if TYPE_CHECKING:
+    from tests.simulation.engine import Worker
     from tests.simulation.world import World
 
 NUM_EVENTFDS = 8  # of a daemon: one a peer and loop
@@ -163,7 +165,25 @@ class Audit:
         here = [worker for engine in self._world.engines for worker in engine.workers if worker.node == node]
         if state["num_sessions"] != len(here):
             found.append(f"{node} has {state['num_sessions']} sessions of {len(here)} workers")
-        return found
+        ranks = [worker for worker in here if worker.spec is not None]
+        return [*found, *self._wrong_engines(node, state, ranks)]
+
+    def _wrong_engines(self, node: str, state: dict[str, Any], ranks: list[Worker]) -> Iterator[str]:
+        """Yield what a daemon shows otherwise of engines: its own ranks, and as a home those of members."""
+        homed = [engine for engine in self._world.engines if engine.shape.nodes[0] == node]
+        members = [worker for engine in homed for worker in engine.ranks if worker.node != node]
+        wanted = {(w.name, "ready" if w in ranks else "remote", w.engine in homed) for w in ranks + members}
+        shown = set()
+        for engine, rank in ((one, rank) for one in state["engines"] for rank in one["ranks"]):
+            name = f"{engine['engine_id']}.{engine['generation'][1:]}/{rank['rank'][0]}.{rank['rank'][1]}"
+            if engine["complete"] or rank["state"] != "remote":  # else its node may have been lost
+                shown.add((name, rank["state"], engine["complete"]))
+        if shown != wanted:
+            yield f"{node} shows {sorted(shown)}, and there are {sorted(wanted)}"
+        names = {(worker.engine.shape.name, worker.engine.shape.uid, None, 0) for worker in ranks}
+        owners = {tuple(one.values()) for one in state["ownerships"]}
+        if self._world.forgets_owners and owners != names:
+            yield f"{node} shows owners {sorted(owners, key=str)}, and there are {sorted(names)}"
 
     def _miscounted(self, node: str) -> list[str]:
         """Return what a daemon has counted otherwise than engines."""

@@ -17,8 +17,9 @@ from kvxferd import client
 from kvxferd.client import BlockList
 from kvxferd.core.limits import table as limits
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import EngineId, Generation, GroupName, Rank, Ticket, TransferId
-from kvxferd.layout import CacheTensor, EngineSpec, GroupKind, RankLayout
+from kvxferd.ids import EngineId, Generation, GroupName, Incarnation, Rank, Ticket, TransferId
+from kvxferd.layout import CacheTensor, EngineSpec, GroupKind, PackedBlocks, RankLayout
+from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import limits as sizes
 from kvxferd.wire import worker as worker_wire
@@ -301,10 +302,9 @@ OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
     ),
     "a large hello": (Code.FRAME_TOO_LARGE, [replace(HELLO, client="s" * sizes.MAX_HELLO_BYTES)]),
     "a cancel of nobody's": (Code.OUT_OF_PLACE, [HELLO, worker_wire.Cancel(ticket=Ticket(1))]),
-    "a withdrawal of nobody's": (
-        Code.OUT_OF_PLACE, [HELLO, worker_wire.Unpublish(transfer_id=TransferId("t1"))],
+    "a report of no rank's": (
+        Code.OUT_OF_PLACE, [HELLO, ATTACH, worker_wire.Ready(TransferId("t1"), Incarnation("here"))],
     ),
-    "a report of nobody's": (Code.OUT_OF_PLACE, [HELLO, worker_wire.Ready(transfer_id=TransferId("t1"))]),
     "no message": (Code.BAD_FRAME, [HELLO, encode_frame(b"\xc1")]),
     "ids of more requests than there may be": (Code.BAD_FRAME, [HELLO, ATTACH, *IDS]),
     "ids of more groups than there may be": (
@@ -318,6 +318,22 @@ OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
     "more descriptors than go": (Code.BAD_FRAME, [HELLO, HEADER.pack(8, sizes.MAX_FDS_PER_FRAME + 1, 0)]),
     "a header of another kind": (Code.BAD_FRAME, [HELLO, HEADER.pack(8, 0, 7)]),
     "descriptors that do not come": (Code.BAD_FRAME, [HELLO, HEADER.pack(1, 2, 0), b"\x80"]),
+}  # fmt: skip
+
+# What a rank sends that has registered as this, and is no client.
+SPEC = EngineSpec(EngineId("stranger"), Generation("g1"), num_layers=1, num_kv_heads=1)
+LAYOUT = attention_layout(spec=SPEC, num_kv_heads=1, head_dim=2, block_tokens=NUM_TOKENS, num_blocks=1)
+((REGION, REGION_BYTES),) = [(one.region, one.size_bytes) for one in LAYOUT.regions]
+LISTS = {GroupName("full"): PackedBlocks(ids=bytes(4))}
+PUBLISH = worker_wire.Publish(TransferId("t1"), "0" * 32, LISTS, NUM_TOKENS, fence_slot=0, incarnations=())
+OF_RANKS: dict[str, tuple[Code, list[Message | bytes]]] = {
+    "a mover that was not offered": (Code.OUT_OF_PLACE, [worker_wire.MoverAcknowledged(number=9)]),
+    "deliveries without end": (
+        Code.BAD_FRAME, [worker_wire.DeliveredByMover(tickets=(Ticket(1),) * (1 << 16))],
+    ),
+    "a report of no memory": (Code.BAD_FRAME, [worker_wire.Ready(transfer_id=TransferId("t1"))]),
+    "a publish without a word": (Code.OUT_OF_PLACE, [PUBLISH]),
+    "a publish past all words": (Code.OUT_OF_PLACE, [replace(PUBLISH, fence_slot=1 << 30)]),
 }  # fmt: skip
 
 
@@ -353,8 +369,8 @@ class Blunders:
             elif drawn < 0.7:
                 self._check_call(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS)
             elif drawn < 0.78:
-                for name in rng.sample(sorted(OF_STRANGERS), NUM_STRANGERS):
-                    self._check_stranger(rng.choice(world.node_names), name)
+                for name in rng.sample(sorted(OF_STRANGERS | OF_RANKS), NUM_STRANGERS):
+                    self._check_stranger(reader.node, name)  # which has engines: it keeps their owners
             elif drawn < 0.82:
                 self._check_no_daemon(rng.choice(world.node_names))
                 for wrong in rng.sample(WRONG, NUM_WRONG_DAEMONS):
@@ -459,17 +475,21 @@ class Blunders:
         self._expect(code, f"{worker.name} says {name}", make)
 
     def _check_stranger(self, node: str, name: str) -> None:
-        """A process that is no client hears why its connection is closed."""
-        code, sent = OF_STRANGERS[name]
+        """A process that is no client hears why it is refused, and if its connection is closed."""
+        code, sent = (OF_STRANGERS | OF_RANKS)[name]
 
         def make(answers: list[object]) -> None:
             def run() -> None:
-                stranger = RawWorker(str(self._world.socket_of(node)), hello=False)
+                stranger = RawWorker(str(self._world.socket_of(node)), hello=name in OF_RANKS)
+                if name in OF_RANKS:
+                    with SealedMemory.create(REGION_BYTES) as memory:
+                        stranger.register(SPEC, LAYOUT, memory.fd)
                 for one in sent:
                     stranger.raw(one if isinstance(one, bytes) else frame(one))
-                heard = stranger.await_one(worker_wire.Farewell, ANSWER_S)
+                heard = stranger.await_one((worker_wire.Farewell, worker_wire.PublishRefused), ANSWER_S)
                 answers.append(heard and heard.code)
-                if stranger.next(ANSWER_S) is not None or not stranger.ended:
+                is_over = isinstance(heard, worker_wire.Farewell)
+                if is_over and (stranger.next(ANSWER_S) is not None or not stranger.ended):
                     answers.append("goes on")
                 stranger.close()
 

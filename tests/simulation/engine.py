@@ -23,7 +23,7 @@ from tests.simulation.contents import Lists, expected_bytes
 from tests.simulation.fabric import Pace, SimTransport
 from tests.simulation.history import End
 from tests.simulation.kernel import Process, Task
-from tests.simulation.reasons import OF_LIARS_PUBLISH
+from tests.simulation.reasons import OF_LIARS, OF_LIARS_PUBLISH
 from tests.simulation.safety import writers_of
 from tests.simulation.shapes import (
     Deployment,
@@ -604,12 +604,19 @@ class Worker:
                 self.handle = self._within(10.0, register)
         except (KvxferdError, OSError) as error:
             self.tell(f"is not registered: {error}")
+            self._check_refused(error)
             connected.close()
             if self.store is not None:  # a mover that the daemon had bound may have it for a while
                 self.graves.append(self.store)
                 self.store = None
             return False
         return True
+
+    def _check_refused(self, error: KvxferdError | OSError) -> None:
+        """An engine of one node is refused only for what may change: its name is nobody else's."""
+        of_liars = OF_LIARS - {Code.BAD_FRAME}  # of one that is cut off
+        if getattr(error, "code", None) in of_liars and len({*self.engine.shape.nodes}) == 1:
+            self.world.violate(Check.REGISTERED, f"{self.name} is refused: {error}")
 
     def _new_store(self) -> Store:
         assert self.shape is not None
@@ -1222,6 +1229,7 @@ class Worker:
             self._within(20.0, partial(self.handle.resume, fresh.regions))
         except (KvxferdError, OSError) as error:
             self.tell(f"cannot wake: {error}")
+            self._check_refused(error)
             goes_on = getattr(error, "code", None) in (Code.DEADLINE, Code.DAEMON_LOST)
             if not goes_on:
                 self.graves.append(fresh)

@@ -26,6 +26,7 @@ from kvxferd.config.schema import (
     NodeConfig,
     PeerConfig,
     TransferConfig,
+    WorkerConfig,
 )
 from kvxferd.control import worker_socket
 from kvxferd.core.limits import table as limits
@@ -63,6 +64,7 @@ REFUSED_S = 10.0  # so long a source is refused whose reads hang
 DYING_S = (0.05, 0.6, 4.0)  # after which a mover has ended that was killed in a call of its kernel
 COPY_S = (2e-5, 2e-4, 2e-3)  # that a copy of a GPU takes
 DRAIN_S = 3.0  # for what is left
+OWNERSHIP_S = 25.0  # of an engine's name, once its last rank has left, where all are of one node
 PAGE_BYTES = 24  # of a source's block ids, where lists go in parts
 
 
@@ -104,8 +106,14 @@ SMALL_NUMBERS = {
     "core.node CALLS_PER_EVENT": 1,
     "core.node CALLS_PER_TICK": 2,
     "core.peers.manifest_checks MAX_CACHED_TENSORS": 1,
+    "core.ranks.local_ranks MAX_UNACKNOWLEDGED": 2,
+    "core.ranks.local_ranks OFFER_TIMEOUT_S": 0.2,
+    "core.ranks.mover_pool RESIDENT_START_TIMEOUT_S": 0.5,
+    "core.ranks.mover_pool START_TIMEOUT_S": 0.5,
     "core.ranks.movers MAX_PLAN_BYTES_PER_MOVER": 8192,  # less than two plans, many as they are sent
     "core.ranks.movers MAX_REMOTE_BYTES_PER_PEER": 1,
+    "core.ranks.movers RETIRED_S": 0.5,
+    "core.ranks.registration_checks REGISTER_BURST": 8,
     "core.sink.grants MAX_GRANTS_PER_RENEWAL": 1,
     "core.sink.plans MAX_REFUSALS": 1,
     "core.sink.pull MIN_PIECE_BYTES": 1,
@@ -270,6 +278,8 @@ class World:
         self.reasons = Reasons(self)
         self.directory = Path(tempfile.mkdtemp())
         self.daemons: dict[str, Process] = {}
+        is_of_one_node = all(len({*shape.nodes}) == 1 for shape in shapes)
+        self.forgets_owners = is_of_one_node and "owned_ranks" not in traits.low_numbers
         self.violation: Violation | None = None
         self.open_pulls: dict[Pull, None] = {}
         self.wanted: list[Wanted] = []
@@ -322,6 +332,7 @@ class World:
             drain=DrainConfig(limit_s=DRAIN_S),
             node=NodeConfig(run_dir=str(self.directory / node)),
             http=HttpConfig(bind=""),
+            worker=WorkerConfig(ownership_s=OWNERSHIP_S if self.forgets_owners else 600.0),
             peer=PeerConfig(bind=self.endpoint_of(node)),
             transfer=TransferConfig(lease_s=LEASE_S, max_hold_s=MAX_HOLD_S),
             mover=MoverConfig(read=self.traits.read, placement=self.traits.placement),  # type: ignore[arg-type]
