@@ -256,6 +256,19 @@ def test_what_waits_goes_on_where_the_same_daemon_is_back_in_time(world, source,
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
+def test_a_peer_that_is_dropped_takes_its_grace_along(world, source, sink) -> None:
+    ticket = waits_at(source, sink)
+    cut_off(world)
+    disconnected(world, source, sink)
+    sink.host.node.peers.drop(source.host.endpoint)
+    world.advance(0.0)
+    assert sink.ended(ticket).code is Code.CANCELLED
+    world.cut.clear()
+    later = waits_at(source, sink, "t2")
+    world.advance(world.settings.peer.restart_grace_s + 0.1)
+    assert sink.ended(later) is None
+
+
 def test_a_peer_that_is_connected_and_slow_is_not_taken_for_one_that_is_gone(world, source, sink) -> None:
     ticket = waits_at(source, sink)
     cut_off(world)
