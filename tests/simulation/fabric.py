@@ -66,6 +66,11 @@ class Read:
     landed: set[int] = field(default_factory=set)
 
     @property
+    def num_bytes(self) -> int:
+        """How many bytes it reads."""
+        return sum(size for piece in self.pieces for *_, size in piece)
+
+    @property
     def is_open(self) -> bool:
         """Whether it is under way."""
         return bool(self.num_left) and self.error is None
