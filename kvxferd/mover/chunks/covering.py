@@ -115,9 +115,8 @@ class CoverSlicer:
         )
 
     def rest_as_runs(self, local_bases: Mapping[RegionId, int]) -> list[Runs]:
-        """Hand out all that is left, as runs to be read directly."""
+        """Return all that is left as runs to be read directly, instead of fills."""
         number, row = self._number[self._next :], self._row[self._next :]
-        self._next = len(self._remote)
         return [
             self._all[one].take(row[number == one]).runs(local_bases[self._all[one].local_region])
             for one in distinct(number).tolist()

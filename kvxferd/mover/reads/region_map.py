@@ -32,8 +32,7 @@ class RegionMap:
         kinds = [MemoryKind(region.mem_type, region.device, region.staged) for region in by_address]
         self.kinds = tuple(dict.fromkeys(kinds))
         self._kind_numbers = np.array([self.kinds.index(kind) for kind in kinds], dtype=np.int64)
-        # Staged memory is copied, and a copy crosses boundaries.
-        boundaries = [_boundaries_of(region) for region in by_address if region.pieces and not region.staged]
+        boundaries = [_boundaries_of(region) for region in by_address if region.pieces]
         self.cuts = np.concatenate(boundaries) if boundaries else _NO_BOUNDARIES
 
     def kind_numbers_of(self, addresses: Uint64s) -> npt.NDArray[np.int64]:

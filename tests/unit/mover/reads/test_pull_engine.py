@@ -184,6 +184,18 @@ def test_more_fence_reads_than_slots(bench: Bench) -> None:
     assert all(bench.outcomes()[number].delivered for number in numbers)
 
 
+def test_nothing_is_delivered_before_there_is_a_slot_for_its_word(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine._word_slots, "acquire", lambda: None)
+        number = bench.start(scattered(8))
+        bench.run()
+        assert bench.reported == []
+    bench.run()
+    assert bench.outcomes()[number].delivered
+
+
 def test_a_pull_is_read_by_the_plan_that_was_known_when_it_came(bench: Bench) -> None:
     number = bench.start(scattered(8))
     bench.engine.drop_plan(DIGEST)
