@@ -303,9 +303,8 @@ class Requests:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._latest: dict[
-            str, float
-        ] = {}  # by grant: the last request for it; infinite once it is given back
+        # By grant the last request for it; infinite once it is given back.
+        self._latest: dict[str, float] = {}
         self._hellos: dict[Wire, int] = {}
         self._refused: dict[Wire, int] = {}  # the hello
         self._forgets = "core.peers.routes MAX_ROUTES" in world.traits.low_numbers  # what it has refused

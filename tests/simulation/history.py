@@ -14,6 +14,7 @@ from kvxferd.telemetry.history import record_from_json
 
 LIMIT = 512  # records of a reply; an episode's node has fewer
 HISTORY = f"/v1/history?kind=pull,release&limit={LIMIT}"
+OF_CLIENTS = (Code.DAEMON_LOST, Code.DEADLINE, Code.CANCELLED)
 ROUNDING_S = 1e-6
 
 
@@ -57,9 +58,8 @@ def wrong_in_history(reply: bytes, heard: Heard, *, is_whole: bool) -> Iterator[
             case ReleaseRecord():
                 yield from _wrong_in_release(record, heard)
     if is_whole and len(records) < LIMIT:
-        only_heard = {
-            end for end in heard.ends - recorded if end.code is None
-        }  # a client fails some by itself
+        # A client fails some by itself.
+        only_heard = {end for end in heard.ends - recorded if end.code not in OF_CLIENTS}
         if only_heard or recorded - heard.ends:
             yield f"only recorded: {recorded - heard.ends}; only heard: {only_heard}"
 
@@ -79,6 +79,11 @@ def _wrong_in_pull(record: PullRecord) -> Iterator[str]:
     is_delivered = record.outcome == "delivered"
     if is_delivered == bool(record.failed_phase) or is_delivered == (record.code is not None):
         yield f"{what} is {record.outcome}, {record.code} in {record.failed_phase!r}"
+    if record.code == Code.DEADLINE and record.message.startswith("cannot pull") and not record.silent:
+        yield f"{what} names nobody: {record.message}"
+    for phase in ("handshake", "grant"):
+        if f" passed in {phase}: " in record.message and record.failed_phase != phase:
+            yield f"{what} failed in {record.failed_phase!r}: {record.message}"
     if is_delivered and (sum(record.ways.values()) != record.bytes or record.hidden_bytes > record.bytes):
         yield f"{what} counts {record.ways} and {record.hidden_bytes} hidden of {record.bytes} bytes"
     # Of one that its client calls delivered, by a mover that died since, the times died too.
@@ -90,15 +95,9 @@ def _wrong_in_release(record: ReleaseRecord, heard: Heard) -> Iterator[str]:
     what = f"the record of {record.engine_id}'s {record.transfer_id}"
     whys = heard.releases.get((record.engine_id, record.transfer_id), {record.why})
     # A client that was cut off has ended its transfers by itself, or hears of their end without its reason.
-    is_cut_off = record.why == Code.PUBLISHER_GONE or (record.why, *whys) == (
-        Code.RANK_LOST,
-        Code.LEASE_EXPIRED,
-    )
-    own_acts = {
-        Code.RELEASED,
-        Code.UNPUBLISHED,
-        Code.SUSPENDED,
-    }  # that a daemon which stood still heard too late
+    is_lost = (record.why, *whys) == (Code.RANK_LOST, Code.LEASE_EXPIRED)
+    is_cut_off = is_lost or record.why == Code.PUBLISHER_GONE
+    own_acts = {Code.RELEASED, Code.UNPUBLISHED, Code.SUSPENDED}  # a daemon that stood still heard too late
     if whys.isdisjoint(own_acts | {record.why}) and not is_cut_off:
         yield f"{what} says {record.why}, and its engine heard {sorted(whys)}"
     if record.held_s < 0 or sum(reader.bytes for reader in record.readers) > record.bytes:
