@@ -67,7 +67,9 @@ class Audit:
     def begin(self) -> None:
         """Note what there is, after a start that has settled."""
         self._begin = self._held()
-        self._num_movers = {node: len(self._world.movers_of(node)) for node in self._world.node_names}
+        # One that was killed because a registration was given up may take long to end.
+        movers = {node: self._world.movers_of(node) for node in self._world.node_names}
+        self._num_movers = {node: sum(one.may_run for one in running) for node, running in movers.items()}
         self._files = self._list_files()
 
     def ask(self, path: str) -> None:
