@@ -799,7 +799,8 @@ class Worker:
         known = steps[-1 if takes_small else 0]
         for pull in transfer.pulls:
             worker, since = pull.worker, self.world.kernel.now - PIECE_S
-            if not pull.is_progressive or pull.ended or pull.began > since or worker.store is None:
+            is_away = self.world.was_away(transfer.publisher.node, since)
+            if not pull.is_progressive or pull.ended or pull.began > since or worker.store is None or is_away:
                 continue
             assert worker.shape is not None
             wanted = first_piece(worker.shape.layout, pull.lists)
