@@ -88,6 +88,7 @@ SOON_S = 2.0
 LATER_S = {
     Hardship.SOURCE_RESTARTS: 20.0, Hardship.SINK_RESTARTS: 6.0, Hardship.MESSAGES: 20.0,
     Hardship.LONG_PREFILL: 8.0, Hardship.LONGER_PREFILL: 14.0, Hardship.LONG_READ: LONG_READ_S,
+    Hardship.READER_SLEEPS: SOON_S,  # another of its ranks may read all of it twice
 }  # fmt: skip
 ENDS_WITHIN_S, ENDS_SOON_S = 2.0, 0.5  # the latter within one node: before a client looks by itself
 GROWS_SHARE = 0.5  # of the transfers
