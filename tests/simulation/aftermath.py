@@ -85,10 +85,10 @@ class Loss(StrEnum):
 NOT_AT_ONCE = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.CONNECTION_BREAKS})
 # From when all is written to when all of it is there: twice what is usual at most.
 SOON_S = 2.0
+ONE_BY_ONE = "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL"  # so small pieces of large reads take long
 LATER_S = {
     Hardship.SOURCE_RESTARTS: 20.0, Hardship.SINK_RESTARTS: 6.0, Hardship.MESSAGES: 20.0,
     Hardship.LONG_PREFILL: 8.0, Hardship.LONGER_PREFILL: 14.0, Hardship.LONG_READ: LONG_READ_S,
-    Hardship.READER_SLEEPS: SOON_S,  # another of its ranks may read all of it twice
 }  # fmt: skip
 ENDS_WITHIN_S, ENDS_SOON_S = 2.0, 0.5  # the latter within one node: before a client looks by itself
 GROWS_SHARE = 0.5  # of the transfers
@@ -223,6 +223,8 @@ class Aftermath:
         if world.traits.may_be_busy:
             return  # of ranks that ask at once some are turned away
         soon_s = SOON_S + LATER_S.get(hardship, 0.0)
+        if ONE_BY_ONE in world.traits.small_numbers:
+            soon_s += SOON_S  # they may be read twice
         if hardship is Hardship.READERS_MOVER_DIES and world.traits.placement == "staged":
             soon_s += CHUNK_KEPT_S
         if world.kernel.now > max(began, transfer.whole_at) + soon_s:
