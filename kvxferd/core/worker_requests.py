@@ -254,7 +254,7 @@ class WorkerRequests:
 
     def session_closed(self, session: Session) -> None:
         """End the session's prepared grants, and drop its parts of block lists."""
-        session.assembly.close()
+        session.assembly.clear()
         for ref in list(self._prepared.get(session.session_id, ())):
             self._drop_prepared(session, ref)
         self._prepared.pop(session.session_id, None)

@@ -59,8 +59,10 @@ class BlockIdAssembly:
         self._reserve = reserve
         self.num_bytes = 0
 
-    def close(self) -> None:
-        """Release what is reserved: no request comes for what is here."""
+    def clear(self) -> None:
+        """Drop every part. Its session may be kept for a while after its end."""
+        self._streams.clear()
+        self._dropped.clear()
         self._release(self.num_bytes)
 
     def _release(self, num_bytes: int) -> None:

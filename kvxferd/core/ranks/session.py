@@ -36,7 +36,7 @@ HANDLE, REFUSE, IGNORE, BREAK = Access
 ACCESS: dict[type[worker.ClientMessage], tuple[Access, Access, Access, Access]] = {
     # connected, greeted, publisher, rank
     worker.Hello: (HANDLE, BREAK, BREAK, BREAK),
-    worker.Register: (BREAK, HANDLE, REFUSE, REFUSE),
+    worker.Register: (BREAK, HANDLE, REFUSE, BREAK),
     worker.Attach: (BREAK, HANDLE, REFUSE, REFUSE),
     FdBatch: (BREAK, IGNORE, IGNORE, IGNORE),  # the shell keeps its descriptors
     BlockIds: (BREAK, BREAK, HANDLE, HANDLE),

@@ -363,6 +363,9 @@ class Pulls:
     def _ask_again(self, pull: Pull, refusal: Refusal) -> None:
         """Ask for the grant again. Without it after a while, or without time for it, the pull is refused."""
         left_s = pull.deadline - self._context.now
+        if left_s <= MIN_RETRY_S:
+            self._fail(pull, PullTrigger.REFUSE, refusal)
+            return
         self._context.after(
             ("retry", pull.pull_id),
             min(RETRY_WITHIN_S, left_s - MIN_RETRY_S / 2),

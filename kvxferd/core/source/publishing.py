@@ -112,7 +112,9 @@ class PublishedTransfers:
         transfer = self._new_transfer(session, message, blocks, fence_word, admitted)
         self._next_state(transfer.key, TransferEvent.PUBLISH)
         for rank, report in self.announced.take(transfer.key).items():
-            transfer.set_ready(rank, report.incarnation, report.num_tokens)
+            # A rank that is away may have written in another mapping than the one that is published.
+            if transfer.incarnations.get(rank, report.incarnation) == report.incarnation:
+                transfer.set_ready(rank, report.incarnation, report.num_tokens)
         self.table.add(transfer)
         self._block_ids.add(transfer.uid, transfer.charged_bytes)
         self.schedule_lease_check(transfer)

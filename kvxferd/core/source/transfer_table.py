@@ -64,13 +64,14 @@ class Reader:
     acknowledged: set[Rank] = field(default_factory=set)
     abandoned: bool = False
     num_bytes: int = 0  # that these ranks report
-    peers: dict[Endpoint, None] = field(default_factory=dict)  # of their daemons
+    peers: dict[Endpoint, None] = field(default_factory=dict)  # of their daemons, the first few
 
     def acknowledge(self, rank: Rank, num_bytes: int, peer: Endpoint) -> None:
         """Record that the rank of a daemon has its bytes, for the first time."""
         self.acknowledged.add(rank)
         self.num_bytes += num_bytes
-        self.peers[peer] = None
+        if peer and len(self.peers) < MAX_RECORDED:
+            self.peers[peer] = None
 
     @property
     def is_done(self) -> bool:
@@ -114,7 +115,7 @@ class Transfer:
     def set_ready(self, rank: Rank, incarnation: Incarnation, ready_tokens: int) -> None:
         """Record that a rank has written tokens [0, ready_tokens); a late smaller number changes nothing.
 
-        `incarnation`: its present mapping, which counts where the publisher knew none.
+        `incarnation`: the mapping in which it wrote, which is the published one, or counts where none is.
         """
         if rank not in self.incarnations:
             self.incarnations = {**self.incarnations, rank: incarnation}
@@ -176,7 +177,7 @@ class Transfer:
         return tuple(
             ReaderRecord(
                 engine_id=key.engine_id,
-                peers=tuple(filter(None, reader.peers))[:MAX_RECORDED],
+                peers=tuple(reader.peers),
                 num_ranks=len(reader.acknowledged),
                 bytes=reader.num_bytes,
             )

@@ -37,18 +37,13 @@ def test_two_workers_that_claim_one_rank(world):
 
 
 @pytest.mark.parametrize("incarnation", ["first", "second"])
-def test_a_second_registration_of_a_rank_is_refused_and_changes_nothing(world, incarnation):
+def test_a_second_registration_of_a_rank_ends_its_connection(world, incarnation):
     worker = world.register(world.host("p"), spec_of("e"))
-    movers = len(worker.host.movers)
     worker.publish("t1", IDS, TOKENS)
     world.register_again(worker, incarnation, request=7)
-    assert len(worker.host.movers) == movers
-    assert not worker.received(wk.Released)
-    assert not worker.received(wk.MoverChanged)
-    assert (refusal(worker).request, refusal(worker).code) == (7, Code.OUT_OF_PLACE)
-    assert len(worker.received(wk.Registered)) == 1
-    worker.publish("t2", IDS, TOKENS)
-    assert not worker.received(wk.PublishRefused)
+    (farewell,) = worker.received(wk.Farewell)
+    assert farewell.code is Code.OUT_OF_PLACE
+    assert not worker.host.node.published.table.live
 
 
 @pytest.mark.parametrize(
@@ -235,6 +230,16 @@ def test_what_arrives_in_parts_has_a_share_of_each_user(world, monkeypatch):
     assert codes[1:] == [Code.BUSY, Code.BUSY]
     assert all(s.connected for s in schedulers)
     assert host.node.context.ledger[ARRIVING_ID_BYTES].held == 0
+
+
+def test_what_arrived_of_a_closed_session_is_freed_though_the_session_is_kept(world):
+    """Until its abandoned transfer's source has replied, or for two minutes."""
+    worker = world.register(world.host("p"), spec_of("e"))
+    session = worker.host.node.sessions[worker.session]
+    say_parts(worker)
+    worker.close()
+    session.assembly.add(BlockIds(stream=1, group="full", offset=0, ids=bytes(4)))  # no part is before it
+    assert session.assembly.num_bytes == 4
 
 
 def test_all_that_arrives_of_users_without_a_rank_is_one_request(world):

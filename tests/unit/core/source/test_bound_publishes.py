@@ -373,6 +373,19 @@ def test_the_furthest_report_of_a_rank_counts_once(announced):
     assert not list(announced)
 
 
+def test_a_publish_takes_no_early_ready_of_other_memory_than_its_own(world):
+    """A publisher may know a mapping that its daemon has not heard of, because the rank is away."""
+    first, second = world.engine(world.host("p"), "prefill", tp=2)
+    node = first.host.node
+    key = (first.spec.key, TransferId("t1"))
+    node.published.announced.add(key, Rank(0, 1), Report(Incarnation("another"), ALL_TOKENS), 0)
+    first.publish("t1", [1], 4)
+    (transfer,) = node.published.table.live.values()
+    assert transfer.unready(first.spec) == [Rank(0, 1)]
+    second.ready("t1")
+    assert transfer.unready(first.spec) == []
+
+
 def test_a_report_that_is_repeated_after_its_time_is_late_until_nobody_repeats_it(world, announced):
     """One of the same rank that is new counts, and another rank's is its own."""
     request = (BootId("member"), 7)
