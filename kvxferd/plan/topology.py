@@ -224,7 +224,7 @@ class TransferTopology:
         return stage_info(self.spec, self.spec.pp_rank, self.layout)
 
     def tp_ratio(self, remote_tp_size: int) -> int:
-        """Return local over remote TP, or minus remote over local where the remote is wider.
+        """Return local over remote TP, a positive size, or minus remote over local where the remote is wider.
 
         Raises ValueError naming both sizes where neither divides the other.
         """

@@ -197,7 +197,7 @@ class PullEngine:
     def report_progress(self, number: PullId) -> None:
         """Report what a pull waits for. Does nothing where it has ended."""
         pull = self._by_id.get(number)
-        if pull is not None:
+        if pull is not None and not pull.reported:
             agents = tuple(dict.fromkeys(pull.awaited_agents()))[:MAX_AWAITED]
             self.outbox.append(PullProgress(pull=number, phase=pull.phase, agents=agents))
 
@@ -433,7 +433,7 @@ class PullEngine:
             budget.update((now - read.posted_at) / read.num_budgets, read.used_whole_budget)
         if read.shape is not None:
             self._costs.learn(read.agent, read.shape, read.posted_at, now)
-        if read.into is None:
+        if read.into is None or pull.failure is not None:
             self._end_read(pull, read, is_over=True)
         else:
             self._covering.start_scatter(pull, read, read.into)

@@ -23,7 +23,8 @@ class RemoteAgents:
         self._transport = transport
         self._metadata: dict[AgentName, list[bytes]] = {}
         self._in_flight: defaultdict[AgentName, int] = defaultdict(int)
-        self._stale: dict[AgentName, str] = {}  # why each is to be loaded anew, once no read is in flight
+        self._stale: set[AgentName] = set()  # to be loaded anew once no read is in flight
+        self._load_errors: dict[AgentName, str] = {}
 
     def load(self, agent: AgentName, metadata: bytes) -> None:
         """Load an agent, or more of its memory. `post` reports what went wrong."""
@@ -37,7 +38,8 @@ class RemoteAgents:
     def drop(self, agent: AgentName) -> None:
         """Drop an agent as soon as no read from it is in flight, unless it is loaded again before."""
         if self._metadata.pop(agent, None) is not None:
-            self._stale.pop(agent, None)  # the next of this name is not known to be
+            if self._load_errors.pop(agent, None) is not None:  # of these metadata alone
+                self._stale.discard(agent)
             self._drop_if_idle(agent)
 
     def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
@@ -72,10 +74,10 @@ class RemoteAgents:
             return f"cannot read from agent {agent}: it is not known here"
         if agent in self._stale:
             if not self._drop_if_idle(agent):
-                return self._stale[agent]
+                return f"cannot read from agent {agent}: its connection is lost"
             for metadata in self._metadata[agent]:
                 self._load_one(agent, metadata)
-        return self._stale.get(agent, "")
+        return self._load_errors.get(agent, "")
 
     def _read_done(self, agent: AgentName, handle: ReadHandle) -> None:
         self._transport.release(handle)
@@ -87,7 +89,7 @@ class RemoteAgents:
             _LOG.error("transport failed unexpectedly: agent=%s", agent, exc_info=error)
             error = TransportError(repr(error), settled=False)
         if error.lost:
-            self._stale[agent] = f"cannot read from agent {agent}: its connection is lost"
+            self._stale.add(agent)
         self._read_ended(agent)
         return error
 
@@ -101,7 +103,8 @@ class RemoteAgents:
     def _drop_if_idle(self, agent: AgentName) -> bool:
         if agent in self._in_flight:
             return False
-        self._stale.pop(agent, None)
+        self._stale.discard(agent)
+        self._load_errors.pop(agent, None)
         try:
             self._transport.drop_remote(agent)
         except TransportError as error:
@@ -112,10 +115,11 @@ class RemoteAgents:
         try:
             name = self._transport.load_remote(metadata, agent)
         except TransportError as error:
+            self._load_errors[agent] = error.message
             # The peer may be back later: the next read tries again.
-            self._stale[agent] = error.message
+            self._stale.add(agent)
             return
         if name != agent:
-            self._stale[agent] = f"cannot load agent {agent}: its metadata is that of {name}"
+            self._load_errors[agent] = f"cannot load agent {agent}: its metadata is that of {name}"
             if name not in self._metadata:
                 self._transport.drop_remote(name)

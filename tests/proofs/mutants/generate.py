@@ -24,7 +24,18 @@ FOLDERS = ("core/", "client/", "mover/reads/", "mover/chunks/", "plan/", "wire/"
 # What only predicts, or tells connectors of stages.
 PREDICTING = ("plan/read_costs.py", "plan/transfer_info.py")
 # Statements with one of these words only log, count or show.
-SHOWN = ("log.", "_LOG.", "phases_s", "metrics", "trace", "Trace", "emit_record", "Record(", "CountServed")
+SHOWN = (
+    "log.",
+    "_LOG.",
+    "phases_s",
+    "metrics",
+    "trace",
+    "Trace",
+    "tracing",
+    "emit_record",
+    "Record(",
+    "CountServed",
+)
 # Functions that only look, or show: without them the product does the same.
 LOOKING = ("check_integrity", "__repr__", "__str__")
 BOUNDARIES: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -44,7 +55,8 @@ def changes(tree: ast.AST) -> Iterator[Change]:
     """Yield all that can be done, in the same order for each tree of one source."""
     looking = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name in LOOKING]
     showing = [one.test for one in ast.walk(tree) if isinstance(one, ast.If) and _is_shown(one.body[0])]
-    left_out = {id(node) for one in [*looking, *showing] for node in ast.walk(one)}
+    asserts = [one for one in ast.walk(tree) if isinstance(one, ast.Assert)]
+    left_out = {id(node) for one in [*looking, *showing, *asserts] for node in ast.walk(one)}
     for node in ast.walk(tree):
         if id(node) in left_out:
             continue

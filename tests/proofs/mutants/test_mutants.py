@@ -62,6 +62,7 @@ def test_a_seed_draws_the_same_mutants_each_of_which_can_be_planted() -> None:
         ("x = a < b", {"boundary": ["x = a <= b"]}),
         ("x = a and b", {"missing-check": ["x = b", "x = a"]}),
         ("log.info(1)", {}),
+        ("assert a and b", {}),
         ("def check_integrity():\n    look(1)", {}),
     ],
 )  # fmt: skip

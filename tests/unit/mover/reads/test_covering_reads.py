@@ -123,6 +123,22 @@ def test_a_failure_costs_the_chunk_unless_it_proves_the_end_and_never_the_blocks
     check_arrived(bench, scattered(8))
 
 
+def test_no_copy_starts_for_a_pull_that_failed_in_the_same_poll(by_hand: ManualScatterer) -> None:
+    bench = Bench(chunk_bytes=16 << 10, scatterer=by_hand)
+    bench.fabric.polls_per_read = 4
+    number = bench.start(range(8))
+    bench.engine.step()
+    bench.engine.step()
+    pull = bench.engine._by_id[number]
+    first, second = pull.reads
+    second.handle.polls_left = 0
+    bench.fabric.errors[first.agent] = TransportError("gone", settled=True)
+    bench.engine.step()
+    bench.drain()
+    assert not by_hand.jobs
+    assert (bench.outcomes()[number].started, bench.outcomes()[number].finished) == (False, True)
+
+
 def test_an_agent_stays_loaded_while_a_read_of_an_ended_pull_drains(bench: Bench) -> None:
     bench.fabric.stalled.add(bench.agents[1])
     number = bench.start(scattered(8))
