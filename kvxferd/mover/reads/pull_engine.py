@@ -38,9 +38,10 @@ from kvxferd.mover.reads.pull_state import LoadedPlan, PostedRead, PullFailure, 
 from kvxferd.mover.reads.region_map import RegionMap, is_plain, split_by_memory
 from kvxferd.mover.reads.remote_agents import RemoteAgents
 from kvxferd.mover.reads.warmup import ConnectionWarmup
-from kvxferd.mover.transport.base import HOST, ReadKinds, Transport, TransportError
+from kvxferd.mover.transport.base import HOST, ReadKinds, TransportError
 from kvxferd.mover.transport.buffers import WordSlots
 from kvxferd.mover.transport.runs import single_run
+from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
 from kvxferd.plan.covering import MAX_STRETCHES, CoveredRank, CoverExpander
 from kvxferd.plan.read_costs import CostModel, ReadShape
@@ -80,7 +81,7 @@ class PullEngine:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: StagedTransport,
         chunks: ChunkPool,
         *,
         clock: Callable[[], float] = time.perf_counter,
@@ -345,8 +346,16 @@ class PullEngine:
         return False
 
     def _post_slice(self, pull: PullState) -> bool:
-        """Post what is next of a pull; return False where that waits for a chunk."""
-        one = pull.unposted.popleft()
+        """Post what is next of a pull; return False where that waits for a chunk, or for a staging slot.
+
+        A pull whose source is stopped holds the slots of few agents, however many it reads.
+        """
+        one = pull.unposted[0]
+        if one.kinds.local.staged and (
+            len(pull.reads) >= MAX_INFLIGHT_PER_PULL or not self.remote_agents.can_stage(one.agent)
+        ):
+            return False
+        pull.unposted.popleft()
         budget = self._budgets.setdefault(one.agent, SliceBudget())
         into, num_budgets = None, 1
         if isinstance(one.slicer, CoverSlicer):
@@ -455,6 +464,8 @@ class PullEngine:
         now = self._clock()
         if pull.failure is not None:
             self._covering.let_go(pull)
+            for read in pull.reads:
+                self.remote_agents.cancel(read.handle)
         if pull.reads:
             failure = pull.failure
             if (

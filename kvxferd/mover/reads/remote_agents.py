@@ -6,7 +6,8 @@ import logging
 from collections import defaultdict
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Transport, TransportError
+from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, TransportError
+from kvxferd.mover.transport.staging import StagedRead, StagedTransport
 from kvxferd.plan import Runs
 
 _LOG = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ class RemoteAgents:
     loaded again. That is done here, from the kept metadata, before the next read from it.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: StagedTransport) -> None:
         self._transport = transport
         self._metadata: dict[AgentName, list[bytes]] = {}
         self._in_flight: defaultdict[AgentName, int] = defaultdict(int)
@@ -41,6 +42,10 @@ class RemoteAgents:
             if self._load_errors.pop(agent, None) is not None:  # of these metadata alone
                 self._stale.discard(agent)
             self._drop_if_idle(agent)
+
+    def can_stage(self, agent: AgentName) -> bool:
+        """As `StagedTransport.can_stage`."""
+        return self._transport.can_stage(agent)
 
     def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
         """Post a read as `Transport.post` does. One that is not done is to be polled until it is over.
@@ -67,6 +72,12 @@ class RemoteAgents:
             raise self._read_failed(agent, error) from None
         self._read_done(agent, handle)
         return True
+
+    @staticmethod
+    def cancel(handle: ReadHandle | None) -> None:
+        """Post nothing more of a read that is posted in parts."""
+        if isinstance(handle, StagedRead):
+            handle.cancel()
 
     def _ensure_loaded(self, agent: AgentName) -> str:
         """Load the agent again if need be; return why it cannot be read, "" if it can."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvxferd.errors import DeviceError
+from kvxferd.ids import AgentName
 from kvxferd.memory.driver import Driver, Rows
 from kvxferd.mover.transport.base import MemoryRange, Transport
 from kvxferd.plan import Runs
@@ -32,24 +33,32 @@ class SlotPool:
     def __init__(self, address: int, slot_bytes: int, num_slots: int) -> None:
         self.slot_bytes = slot_bytes
         self._free = [address + slot_bytes * number for number in reversed(range(num_slots))]
-        self._acquired: set[int] = set()
+        self._acquired: dict[int, AgentName | None] = {}  # for whom
 
-    def acquire(self) -> int | None:
+    def is_free_for(self, agent: AgentName | None) -> bool:
+        """Whether there is a free slot: for an agent, only while more are free than it has.
+
+        So agents whose reads do not end leave a slot for the next one.
+        """
+        num_held = 0 if agent is None else list(self._acquired.values()).count(agent)
+        return len(self._free) > num_held
+
+    def acquire(self, agent: AgentName | None = None) -> int | None:
         """Return the address of a free slot, None while there is none."""
-        if not self._free:
+        if not self.is_free_for(agent):
             return None
         slot = self._free.pop()
-        self._acquired.add(slot)
+        self._acquired[slot] = agent
         return slot
 
     def release(self, slot: int) -> None:
         """Make a slot free that nothing reads or writes any more."""
-        self._acquired.remove(slot)
+        del self._acquired[slot]
         self._free.append(slot)
 
     def quarantine(self, slot: int) -> None:
         """Never hand a slot out again, because something may write it at any time."""
-        self._acquired.remove(slot)
+        del self._acquired[slot]
 
     @property
     def is_exhausted(self) -> bool:

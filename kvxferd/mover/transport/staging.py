@@ -87,6 +87,10 @@ class StagedRead:
     has_posted: bool = False  # a part of it was posted
     done: bool = False
 
+    def cancel(self) -> None:
+        """Start no more parts. It fails once those in flight have ended, and settled if they have."""
+        self.error = self.error or TransportError("the read was cancelled", settled=True)
+
 
 class StagedTransport:
     """Keeps the contract of `Transport` for staged memory too; `stage` makes memory staged."""
@@ -183,6 +187,10 @@ class StagedTransport:
 
     # --- reads
 
+    def can_stage(self, agent: AgentName) -> bool:
+        """Whether a read from this agent into staged memory would start now, or be refused."""
+        return self._slots is None or self._slots.is_exhausted or self._slots.is_free_for(agent)
+
     def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
         if not (kinds.local.staged or kinds.remote.staged):
             return self._inner.post(agent, runs, kinds)
@@ -238,7 +246,7 @@ class StagedTransport:
             slot = None
             if read.kinds.local.staged:
                 assert self._slots is not None
-                if (slot := self._slots.acquire()) is None:
+                if (slot := self._slots.acquire(read.agent)) is None:
                     if self._slots.is_exhausted:
                         read.error = TransportError("cannot stage: every buffer is in doubt", settled=True)
                     break

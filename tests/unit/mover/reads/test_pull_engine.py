@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,19 @@ from kvxferd.mover.chunks.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBud
 from kvxferd.mover.reads import pull_engine
 from kvxferd.mover.reads.pull_state import PullState
 from kvxferd.mover.transport.base import ReadHandle, TransportError
+from kvxferd.mover.transport.staging import NUM_SLOTS
 from kvxferd.plan import Runs
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.mover import (
     FenceLocation,
     PullDone,
+    PullProgress,
     SourceRank,
     StartPull,
 )
+from tests.support.fake_driver import FakeDriver
 from tests.support.mover_harness import GROUP
-from tests.support.pull_engine_harness import BLOCKS, DIGEST, WORD, Bench, scattered
+from tests.support.pull_engine_harness import BLOCKS, DIGEST, WORD, Bench, FakeDeviceMemory, scattered
 
 
 @pytest.fixture
@@ -310,6 +314,74 @@ def test_a_word_that_changes_between_two_parts_is_no_delivery() -> None:
     bench.run()
     outcome = bench.outcomes()[number]
     assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.RELEASED)
+
+
+# --- memory that is staged
+
+
+@pytest.fixture
+def staging() -> Iterator[Bench]:
+    """A bench whose reads land in slots of 512 bytes."""
+    driver = FakeDriver()
+    made = Bench(driver=driver)
+    assert isinstance(made.local, FakeDeviceMemory)
+    made.staged._slot_bytes = 512
+    span = made.local.span
+    made.staged.stage(driver, made.local.uuid, [span])
+    region = RegionAddress(
+        RegionId("kv"), span.address, span.size_bytes, span.device, span.mem_type, (), True
+    )
+    made.engine.bind([region])
+    yield made
+    made.close()
+
+
+def test_a_pull_without_a_slot_has_not_started_waits_for_nobody_and_ends_with_its_abort(
+    staging: Bench,
+) -> None:
+    """Others' reads hold the slots. Its sources are not to blame, and nothing writes its blocks."""
+    slots = staging.staged._slots
+    assert slots is not None
+    taken = [slots.acquire() for _ in range(NUM_SLOTS)]
+    number = staging.start(scattered(4))
+    staging.run()
+    staging.engine.report_progress(number)
+    staging.drain()
+    assert staging.reported == [PullProgress(pull=number, phase="plan", agents=())]
+    staging.engine.abort(number)
+    staging.drain()
+    outcome = staging.outcomes()[number]
+    assert (outcome.started, outcome.finished, outcome.code) == (False, True, Code.CANCELLED)
+    slots.release(taken[0] or 0)
+    staging.run()
+    assert not staging.fabric.posts
+
+
+def test_an_aborted_pull_stages_no_more_parts(staging: Bench) -> None:
+    staging.fabric.polls_per_read = 2
+    number = staging.start(scattered(250))
+    for _ in range(3):
+        staging.engine.step()
+    num_posts = len(staging.fabric.posts)
+    assert num_posts
+    staging.engine.abort(number)
+    staging.run()
+    assert staging.outcomes()[number].finished
+    assert len(staging.fabric.posts) == num_posts
+
+
+def test_a_short_pull_stages_from_few_agents_at_a_time(
+    staging: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that reads eight ranks of a source that is stopped holds all slots."""
+    monkeypatch.setattr(pull_engine, "MAX_INFLIGHT_PER_PULL", 1)
+    staging.fabric.stalled |= set(staging.agents)
+    staging.start(scattered(1))
+    staging.run()
+    assert len(staging.fabric.posts) == 1
+    staging.fabric.stalled.clear()
+    staging.run()
+    assert [outcome.delivered for outcome in staging.outcomes().values()] == [True]
 
 
 # --- a GPU that wants to be flushed

@@ -13,6 +13,7 @@ from kvxferd.mover.reads.remote_agents import RemoteAgents
 from kvxferd.mover.reads.warmup import WARMUP_TIMEOUT_S, ConnectionWarmup
 from kvxferd.mover.transport.base import MemoryRange, TransportError
 from kvxferd.mover.transport.buffers import WordSlots
+from kvxferd.mover.transport.staging import StagedTransport
 from tests.support.memory_transport import Fabric, MemoryTransport
 
 THERE = AgentName("there")
@@ -32,7 +33,7 @@ class Rig:
         there.register(MemoryRange(self.address, 4096))
         self.metadata = there.metadata([MemoryRange(self.address, 4096)])
         here = MemoryTransport(self.fabric, AgentName("here"))
-        self.remotes = RemoteAgents(here)
+        self.remotes = RemoteAgents(StagedTransport(here))
         self.remotes.load(THERE, self.metadata)
         self.scratch = WordSlots(here)
         self.connecting = ConnectionWarmup(self.remotes, self.scratch, lambda: self.now)

@@ -249,6 +249,37 @@ def test_copy_and_wire_overlap() -> None:
     assert turns(10) < 0.6 * 10 * turns(1)
 
 
+@pytest.mark.parametrize("world", [(True, False), (True, True)], indirect=True)
+def test_a_source_that_is_stopped_leaves_a_slot_for_others(world: World) -> None:
+    """However much is read from it. What holds a slot may be written until the mover is dead."""
+    other = Side(world, "other", world.source.place.staged)
+    other.segment.write(world.content)
+    world.sink.transport.load_remote(other.metadata)
+    world.fabric.stalled.add(world.source.agent)
+    for offset in (0, 8 * SLOT):
+        world.post((offset, offset, 8 * SLOT))
+    assert not world.sink.transport.can_stage(world.source.agent)
+    theirs = single_run(world.sink.segment.address, other.segment.address, 8 * SLOT)
+    handle = world.sink.transport.post(other.agent, theirs, world.kinds)
+    for _ in range(200):
+        other.transport.progress()
+        world.sink.transport.poll(handle)
+    assert handle.done
+    other.close()
+
+
+@pytest.mark.parametrize("world", SIDES, ids=["both", "sink", "source"], indirect=True)
+def test_a_read_that_is_cancelled_starts_no_more_parts_and_ends(world: World) -> None:
+    handle = world.post((0, 0, 16 * SLOT))
+    assert isinstance(handle, StagedRead)
+    num_parts = len(handle.active)
+    assert num_parts
+    handle.cancel()
+    assert world.failure_of(handle).settled
+    after = world.sink.segment.read(SIZE)[num_parts * SLOT :]
+    assert not any(after)
+
+
 @pytest.mark.parametrize("world", [(False, False, 0)], indirect=True)
 def test_what_both_sides_can_reach_goes_straight_on(world: World) -> None:
     handle = world.post((0, 0, SIZE))
