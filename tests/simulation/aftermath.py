@@ -19,7 +19,7 @@ from tests.simulation.fabric import STALLED_POLL_S, Moment, SimTransport
 from tests.simulation.network import name_of
 from tests.simulation.operators import Operator, cancel_transfer
 from tests.simulation.reasons import SILENT_S
-from tests.simulation.store import WITH_GPU, MemoryKind
+from tests.simulation.store import MemoryKind
 from tests.simulation.world import PlannedMessage
 
 if TYPE_CHECKING:
@@ -406,16 +406,15 @@ class Aftermath:
             case Hardship.CONNECTION_BREAKS:
                 world.planned_at[Moment.READ].append((0.0, self._break_connection))
             case Hardship.OTHER_HANGS:
-                for other in world.sources:
-                    if other is not source:
-                        self._hang(other, sink)
+                if others := [other for other in world.sources if other is not source]:
+                    self._hang(rng.choice(others), sink)  # more would leave no blocks
 
     def _hang(self, other: Engine, sink: Engine) -> None:
         """Have an engine pull from a source whose reads hang, as far as it has blocks for them.
 
-        They would hold all buffers through which a GPU's memory is staged, and lose agents for others.
+        They would lose agents for others.
         """
-        if sink.shape.memory in WITH_GPU or FEW_AGENTS in self._world.traits.small_numbers:
+        if FEW_AGENTS in self._world.traits.small_numbers:
             return
 
         def silence(rank: Worker) -> None:
