@@ -152,7 +152,8 @@ def describe_wait(pull: Pull, need: Need | Piece, grant_client: GrantClient) -> 
     rank = f"rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
     if need is Need.WORKER:
         return f"the worker of {rank}", f"while it waited for the worker of {rank}, after its mover died"
-    if need is Need.TOKENS:
+    # A grant that has lapsed meanwhile does not end the wait: another is requested with the next tokens.
+    if need is Need.TOKENS or (need is Need.LAPSED and hold.awaits_more):
         engine = f"engine {pull.ref.engine_id}"
         has = f"{pull.tokens_read} of {pull.num_tokens} tokens are read"
         if silence := grant_client.describe_silence(hold):

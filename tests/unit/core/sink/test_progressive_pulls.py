@@ -10,6 +10,7 @@ import pytest
 from kvxferd.core import events as ev
 from kvxferd.core.effects import SendToPeer
 from kvxferd.core.source import grants
+from kvxferd.core.source.transfer_table import Transfer
 from kvxferd.errors import Code
 from kvxferd.layout import Group, PackedBlocks, pack_ids
 from kvxferd.layout.presets import attention_layout
@@ -81,6 +82,15 @@ def pull(sink: Worker, ref: TransferRef, deadline_s: float = 30.0, first: int = 
     )
     sink.say(msgspec.structs.replace(request, **more))
     return ticket
+
+
+def end_grant(source: Worker) -> Transfer:
+    """Have the source end its only grant, and return the transfer that it is on."""
+    published = source.host.node.published
+    (transfer,) = published.table.live.values()
+    (grant,) = transfer.grants
+    published.end_grant(grant)
+    return transfer
 
 
 def progress_of(sink: Worker) -> list[int]:
@@ -561,6 +571,15 @@ def test_a_pull_that_waits_for_more_says_that_the_peer_is_silent(world, source, 
     assert f"{source.host.endpoint} has sent nothing for" in running.waits
 
 
+def test_a_pull_that_waits_for_more_says_so_although_its_grant_has_lapsed(world, source, sink):
+    """One that was prepared is held at its source for `max_hold_s` before the pull has waited for so long."""
+    pull(sink, publish(source, ready=8))
+    end_grant(source)
+    world.advance(world.settings.transfer.lease_s / 6)  # the next renewal's reply says so
+    (running,) = sink.host.node.snapshot().pulls
+    assert running.waits.startswith("while engine prefill computed the rest")
+
+
 def test_a_pull_that_waits_says_for_what(world, source, sink):
     pull(sink, unpublished(source))
     world.advance(10.0)
@@ -615,10 +634,7 @@ def test_a_list_of_which_a_page_is_refused_is_not_read(world, source, sink, monk
 def test_what_is_granted_anew_for_a_pull_that_has_ended_is_given_back(world, source, sink):
     """Its grant has lapsed while it waited for more, and the source still has the request for that."""
     ticket = pull(sink, publish(source, ready=8))
-    published = source.host.node.published
-    (transfer,) = published.table.live.values()
-    (grant,) = transfer.grants
-    published.end_grant(grant)
+    transfer = end_grant(source)
     world.advance(world.settings.transfer.lease_s / 6)  # the next renewal's reply says so
     sink.say(wk.Cancel(ticket=ticket))
     assert sink.ended(ticket).code is Code.CANCELLED
