@@ -177,7 +177,7 @@ class ClientPulls:
         if pull is None:
             return False
         if pull.phase is ClientPullPhase.QUEUED:
-            pull.code, pull.message = Code.CANCELLED, f"pull of {pull.ref.transfer_id} was cancelled"
+            _set_reason(pull, Code.CANCELLED, "it was cancelled")
             self._move(pull, ClientPullSignal.CANCELLED)
             return False
         return pull.phase is ClientPullPhase.SENT

@@ -1201,7 +1201,7 @@ class Worker:
             self.world.violate(
                 Check.SUSPENDED_AFTER, f"{self.name} sleeps, and its handle says that it does not"
             )
-        self._check_refuses(Code.SUSPENDED)
+        self._check_refuses(Code.CANCELLED if self.is_leaving else Code.SUSPENDED)
         waiting = [pull for pull in self.pulls.values() if not pull.ended]
         if waiting:
             self.world.violate(Check.SUSPENDED_AFTER, f"{self.name} sleeps, and {len(waiting)} pulls go on")
@@ -1326,6 +1326,9 @@ class Worker:
             end = end._replace(num_bytes=event.bytes, num_runs=event.runs)
         else:
             end = end._replace(code=event.code)
+            # A daemon's sentence says "transfer" before the id.
+            if event.message.startswith(f"cannot pull {event.ticket.transfer_id}: "):
+                self.world.heard[self.node].of_clients[end] += 1
         self.world.heard[self.node].ends[end] += 1
 
     def _check_delivered(self, pull: Pull, event: client.Delivered) -> None:

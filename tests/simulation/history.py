@@ -14,7 +14,6 @@ from kvxferd.telemetry.history import record_from_json
 
 LIMIT = 512  # records of a reply; an episode's node has fewer
 HISTORY = f"/v1/history?kind=pull,release&limit={LIMIT}"
-OF_CLIENTS = (Code.DAEMON_LOST, Code.DEADLINE, Code.CANCELLED)
 ROUNDING_S = 1e-6
 
 
@@ -34,6 +33,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.ends: Counter[End] = Counter()
+        self.of_clients: Counter[End] = Counter()  # of them: that a client has failed by itself
         self.releases: dict[tuple[str, str], set[Code]] = {}  # by engine and transfer
 
     @property
@@ -58,10 +58,9 @@ def wrong_in_history(reply: bytes, heard: Heard, *, is_whole: bool) -> Iterator[
             case ReleaseRecord():
                 yield from _wrong_in_release(record, heard)
     if is_whole and len(records) < LIMIT:
-        # A client fails some by itself.
-        only_heard = {end for end in heard.ends - recorded if end.code not in OF_CLIENTS}
-        if only_heard or recorded - heard.ends:
-            yield f"only recorded: {recorded - heard.ends}; only heard: {only_heard}"
+        only_heard, only_recorded = heard.ends - recorded - heard.of_clients, recorded - heard.ends
+        if only_heard or only_recorded:
+            yield f"only recorded: {only_recorded}; only heard: {only_heard}"
 
 
 def _end_of(record: PullRecord) -> End:
