@@ -89,6 +89,7 @@ ONE_BY_ONE = "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL"  # so small pieces 
 LATER_S = {
     Hardship.SOURCE_RESTARTS: 20.0, Hardship.SINK_RESTARTS: 6.0, Hardship.MESSAGES: 20.0,
     Hardship.LONG_PREFILL: 8.0, Hardship.LONGER_PREFILL: 14.0, Hardship.LONG_READ: LONG_READ_S,
+    Hardship.CONNECTION_BREAKS: 1.0,  # a pull that failed is repeated after a second
 }  # fmt: skip
 ENDS_WITHIN_S, ENDS_SOON_S = 2.0, 0.5  # the latter within one node: before a client looks by itself
 GROWS_SHARE = 0.5  # of the transfers
@@ -351,9 +352,13 @@ class Aftermath:
             if pull.why and awaited.value not in pull.why:
                 text = f"the pull of {pull.worker.name} was late for {awaited.name}, and says: {pull.why!r}"
                 raise Violation(Check.REASON, text)
-        if awaited is Awaited.ENGINE:
+        if not transfer.is_over:  # its blocks are the next one's
             transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
-        self._wait(lambda: world.kernel.now > ends_at, AWAITED_S)  # then the next is for another's lateness
+
+        def is_past() -> bool:  # the next is for another's lateness
+            return world.kernel.now > ends_at and transfer.transfer_id not in source.transfers
+
+        self._wait(is_past, AWAITED_S)
 
     def _publish(self, source: Engine, grows: bool = False) -> Transfer:
         grows = grows or self._rng.random() < GROWS_SHARE
