@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvxferd.core.ranks.registration_checks import REGISTER_PER_S
 from kvxferd.errors import Code
 from kvxferd.mover.transport.staging_source import CHUNK_KEPT_S, CHUNK_REPLY_TIMEOUT_S
 from tests.simulation.checks import Check, Violation
@@ -86,6 +87,7 @@ NOT_AT_ONCE = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hards
 # From when all is written to when all of it is there: twice what is usual at most.
 SOON_S = 2.0
 ONE_BY_ONE = "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL"  # so small pieces of large reads take long
+FEW_STARTS = "core.ranks.registration_checks REGISTER_BURST"  # so that movers come back one after another
 LATER_S = {
     Hardship.SOURCE_RESTARTS: 20.0, Hardship.SINK_RESTARTS: 6.0, Hardship.MESSAGES: 20.0,
     Hardship.LONG_PREFILL: 8.0, Hardship.LONGER_PREFILL: 14.0, Hardship.LONG_READ: LONG_READ_S,
@@ -226,6 +228,8 @@ class Aftermath:
         soon_s = SOON_S + LATER_S.get(hardship, 0.0)
         if ONE_BY_ONE in world.traits.small_numbers:
             soon_s += SOON_S  # they may be read twice
+        if hardship is Hardship.MOVERS_DIE and FEW_STARTS in world.traits.small_numbers:
+            soon_s += len(world.movers_of(source.shape.nodes[0])) / REGISTER_PER_S
         if hardship is Hardship.READERS_MOVER_DIES and world.traits.placement == "staged":
             soon_s += CHUNK_KEPT_S
         if world.kernel.now > max(began, transfer.whole_at) + soon_s:

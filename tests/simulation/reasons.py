@@ -202,10 +202,14 @@ class Reasons:
                 continue
             if not pull.kernels.is_done:
                 continue  # its client has not sent it
+            # Nor does it while the rank's home does not take it back.
+            homes = {pull.worker.node, pull.worker.engine.shape.nodes[0]}
+            daemons = {("daemon", home) for home in homes}
+            link = frozenset(self._world.host_of(home) for home in homes)
             self._world.expectations.expect(
                 Check.SILENT,
                 f"{node} is gone, and the pull of {pull.worker.name} of {pull.transfer.transfer_id} goes on",
-                tuple(self._own_parties(pull)),
+                (pull.worker.process, *daemons, link),
                 REFUSED_S,
                 lambda pull=pull: bool(pull.ended) or is_excused(pull),
             )
