@@ -106,7 +106,7 @@ class EffectRunner:
             case EmitRecord():
                 self.recorders.record(effect)
             case CloseWorkerConnection():
-                self.worker_socket.close(effect.session)
+                self.worker_socket.end_session(effect.session, effect.farewell)
             case CommitRegionFds():
                 self.worker_socket.commit_region_fds(effect.session)
             case OverwriteFenceWord():

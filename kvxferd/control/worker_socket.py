@@ -271,16 +271,7 @@ class WorkerSocket:
             self._on_event(arrived)
 
     def _disconnect(self, connection: WorkerConnection, error: KvxferdError) -> None:
-        log.warning(
-            "worker session closed",
-            limit_by=f"uid {connection.credentials.uid}",
-            session=connection.session,
-            pid=connection.credentials.pid,
-            code=error.code,
-            reason=error.message,
-        )
-        self.send(connection.session, Farewell(code=error.code, message=error.message))
-        self.close(connection.session)
+        self.end_session(connection.session, Farewell(code=error.code, message=error.message))
 
     # --- effects
 
@@ -322,11 +313,20 @@ class WorkerSocket:
             log.warning("worker send queue full", limit_by=limit_by, session=connection.session)
         self._end(connection)
 
-    def close(self, session: SessionId) -> None:
-        """Send queued frames, then close: at once if there are none, else within `FAREWELL_S`."""
+    def end_session(self, session: SessionId, farewell: Farewell) -> None:
+        """Send queued frames and the farewell, then close, after `FAREWELL_S` at the latest."""
         connection = self._connections.get(session)
         if connection is None or connection.is_closing or connection.is_ended:
             return
+        log.warning(
+            "worker session closed",
+            limit_by=f"uid {connection.credentials.uid}",
+            session=session,
+            pid=connection.credentials.pid,
+            code=farewell.code,
+            reason=farewell.message,
+        )
+        self.send(session, farewell)
         connection.is_closing = True
         connection.stream.end_when_flushed(FAREWELL_S)
 

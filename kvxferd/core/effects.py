@@ -8,6 +8,7 @@ from kvxferd.ids import AgentName, Endpoint, MoverId, SessionId
 from kvxferd.plan import PlanJob
 from kvxferd.records import Record, ServedRecord
 from kvxferd.wire.common import Message
+from kvxferd.wire.worker import Farewell
 
 NO_USER = -1  # no user: the node acts for itself
 
@@ -26,9 +27,10 @@ class SendToWorker(msgspec.Struct, frozen=True):
 
 
 class CloseWorkerConnection(msgspec.Struct, frozen=True):
-    """Send what is queued, then close the session's socket. `WorkerDisconnected` follows."""
+    """Send what is queued and the farewell, then close the session's socket. `WorkerDisconnected` follows."""
 
     session: SessionId
+    farewell: Farewell
 
 
 class CommitRegionFds(msgspec.Struct, frozen=True):

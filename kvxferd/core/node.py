@@ -411,10 +411,8 @@ class Node:
     def _disconnect(self, session: Session, error: ProtocolError) -> None:
         """Close a session that broke the protocol. Other sessions are not affected."""
         self._end_session(session.session_id)
-        self.context.emit(
-            SendToWorker(session.session_id, worker_wire.Farewell(code=error.code, message=error.message))
-        )
-        self.context.emit(CloseWorkerConnection(session.session_id))
+        farewell = worker_wire.Farewell(code=error.code, message=error.message)
+        self.context.emit(CloseWorkerConnection(session.session_id, farewell))
 
     def _end_session(self, session_id: SessionId) -> None:
         session = self.sessions.pop(session_id, None)

@@ -209,11 +209,8 @@ class LocalRanks:
             f"cannot bind a mover: {rank.num_unacknowledged} were offered, and none was acknowledged within "
             f"{OFFER_TIMEOUT_S:g} s; let the client's thread run, and connect again"
         )
-        self._close(session, Farewell(code=Code.DEADLINE, message=text))
-
-    def _close(self, session: Session, farewell: Farewell) -> None:
-        self._context.emit(SendToWorker(session.session_id, farewell))
-        self._context.emit(CloseWorkerConnection(session.session_id))
+        farewell = Farewell(code=Code.DEADLINE, message=text)
+        self._context.emit(CloseWorkerConnection(session.session_id, farewell))
 
     def pidfd_not_sent(self, session: Session, mover: MoverId) -> None:
         """Offer the mover again: the worker has not received its pidfd."""
@@ -290,7 +287,8 @@ class LocalRanks:
         """
         rank = session.local_rank
         if rank.request is None:
-            self._close(session, Farewell(code=refusal.code, message=refusal.message))
+            farewell = Farewell(code=refusal.code, message=refusal.message)
+            self._context.emit(CloseWorkerConnection(session.session_id, farewell))
             return
         refused = Refused(rank.request, refusal.code, refusal.message, refusal.retry_after_s)
         rank.request = None

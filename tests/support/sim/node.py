@@ -80,6 +80,7 @@ class SimNode(Ports):
             case fx.SendToWorker():
                 self.send_to_worker(effect)
             case fx.CloseWorkerConnection():
+                self.send_to_worker(fx.SendToWorker(effect.session, effect.farewell))
                 self.close_worker(effect.session)
             case fx.CommitRegionFds():
                 self.commit_region_fds(effect.session)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 import pytest
+import structlog.testing
 
 from kvxferd.control.session_fds import pop_mover_socket, take_mover_socket
 from kvxferd.control.turns import MESSAGES_PER_TURN
@@ -65,6 +66,19 @@ async def test_a_hello_that_shares_no_version_is_refused(socket_: Listening) -> 
     assert isinstance(refused, wk.Farewell)
     assert refused.code is Code.BAD_VERSION
     assert f"version 7 to 9: this one speaks {wk.WORKER_VERSIONS}; upgrade the older" in refused.message
+
+
+async def test_a_session_that_the_node_ends_is_told_why_and_so_is_the_log(socket_: Listening) -> None:
+    """Its engine's pulls are in no record of the node's: their worker is gone."""
+    connection = await socket_.session()
+    session = (await socket_.said(wk.Hello)).session
+    with structlog.testing.capture_logs() as logged:
+        farewell = wk.Farewell(code=Code.TRANSPORT, message="cannot register memory")
+        socket_.workers.end_session(session, farewell)
+    assert await socket_.code_of_farewell(connection) is Code.TRANSPORT
+    (line,) = logged
+    assert line["event"] == "worker session closed"
+    assert (line["code"], line["reason"]) == (Code.TRANSPORT, "cannot register memory")
 
 
 async def test_what_a_refused_registration_brought_is_closed(
