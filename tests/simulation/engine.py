@@ -797,6 +797,8 @@ class Worker:
         # Usually what comes behind a step that is no piece is too small for one, too.
         takes_small = "core.sink.pull MIN_PIECE_BYTES" in self.world.traits.small_numbers
         known = steps[-1 if takes_small else 0]
+        if "control.peer_inbox MAX_DEFERRED_BYTES" in self.world.traits.low_numbers:
+            return  # a manifest may be refused, and is asked for again after two seconds
         for pull in transfer.pulls:
             worker, since = pull.worker, self.world.kernel.now - PIECE_S
             is_away = self.world.was_away(transfer.publisher.node, since)
