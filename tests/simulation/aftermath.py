@@ -86,7 +86,8 @@ class Loss(StrEnum):
 NOT_AT_ONCE = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.CONNECTION_BREAKS})
 # From when all is written to when all of it is there: twice what is usual at most.
 SOON_S = 2.0
-ONE_BY_ONE = "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL"  # so small pieces of large reads take long
+# So small pieces of large reads take long, and what hangs keeps others waiting until it is known to hang.
+FEW_READS = {"mover.reads.pull_engine MAX_INFLIGHT", "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL"}
 FEW_STARTS = "core.ranks.registration_checks REGISTER_BURST"  # so that movers come back one after another
 LATER_S = {
     Hardship.SOURCE_RESTARTS: 20.0, Hardship.SINK_RESTARTS: 6.0, Hardship.MESSAGES: 20.0,
@@ -226,7 +227,7 @@ class Aftermath:
         if world.traits.may_be_busy:
             return  # of ranks that ask at once some are turned away
         soon_s = SOON_S + LATER_S.get(hardship, 0.0)
-        if ONE_BY_ONE in world.traits.small_numbers:
+        if FEW_READS & {*world.traits.small_numbers}:
             soon_s += SOON_S  # they may be read twice
         if hardship is Hardship.MOVERS_DIE and FEW_STARTS in world.traits.small_numbers:
             soon_s += len(world.movers_of(source.shape.nodes[0])) / REGISTER_PER_S

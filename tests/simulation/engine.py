@@ -799,10 +799,12 @@ class Worker:
         known = steps[-1 if takes_small else 0]
         if "control.peer_inbox MAX_DEFERRED_BYTES" in self.world.traits.low_numbers:
             return  # a manifest may be refused, and is asked for again after two seconds
+        since = self.world.kernel.now - PIECE_S
+        if any(self.world.was_away(one.node, since - BACK_S) for one in transfer.workers):
+            return  # its ranks may have come back since
         for pull in transfer.pulls:
-            worker, since = pull.worker, self.world.kernel.now - PIECE_S
-            is_away = self.world.was_away(transfer.publisher.node, since)
-            if not pull.is_progressive or pull.ended or pull.began > since or worker.store is None or is_away:
+            worker = pull.worker
+            if not pull.is_progressive or pull.ended or pull.began > since or worker.store is None:
                 continue
             assert worker.shape is not None
             wanted = first_piece(worker.shape.layout, pull.lists)
