@@ -314,6 +314,7 @@ class Registration:
         self.close_and_stop_movers()
         self._drop_quiesced_movers()
         in_use = [*_STILL_IN_USE, *self._resident_movers]
+        self._resident_movers = [(mover, ()) for mover, _ in self._resident_movers]
         _STILL_IN_USE[:] = [(mover, owners) for mover, owners in in_use if owners and not mover.is_quiesced]
         self._close_exports()
 
