@@ -31,8 +31,14 @@ class ServedPeer:
     @contextmanager
     def hung(self) -> Iterator[None]:
         """Its event loop stands still meanwhile; libzmq's thread runs on."""
-        release = threading.Event()
-        self.loop.call_soon_threadsafe(release.wait)
+        begun, release = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            begun.set()
+            release.wait()
+
+        self.loop.call_soon_threadsafe(hang)
+        begun.wait()
         try:
             yield
         finally:
