@@ -36,7 +36,8 @@ WAITED_S = 0.3  # then a reader waits for a last step that is late
 CUT_OFF_S = 0.7  # less than `peer.restart_grace_s`
 LONG_CUT_OFF_S = 16.0  # longer than `peer.silent_after_s`
 HANGING_PULLS = 3  # of one token each
-FEW_AGENTS = "core.ranks.movers MAX_REMOTE_BYTES_PER_PEER"  # a mover knows those of one source
+# A mover knows the agents of one source, or has two reads in flight: then what hangs holds others up.
+LITTLE_ROOM = {"core.ranks.movers MAX_REMOTE_BYTES_PER_PEER", "mover.reads.pull_engine MAX_INFLIGHT"}
 LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
 REPEATED_S = 281.0  # after which transfers that have ended, or were never published, make room for others
 GONE_S = 75.0  # by then nothing is known of it: longer than leases and all that is repeated
@@ -86,8 +87,7 @@ class Loss(StrEnum):
 NOT_AT_ONCE = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.CONNECTION_BREAKS})
 # From when all is written to when all of it is there: twice what is usual at most.
 SOON_S = 2.0
-# So small pieces of large reads take long, and what hangs keeps others waiting until it is known to hang.
-FEW_READS = {"mover.reads.pull_engine MAX_INFLIGHT", "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL"}
+ONE_BY_ONE = "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL"  # so small pieces of large reads take long
 FEW_STARTS = "core.ranks.registration_checks REGISTER_BURST"  # so that movers come back one after another
 LATER_S = {
     Hardship.SOURCE_RESTARTS: 20.0, Hardship.SINK_RESTARTS: 6.0, Hardship.MESSAGES: 20.0,
@@ -227,7 +227,7 @@ class Aftermath:
         if world.traits.may_be_busy:
             return  # of ranks that ask at once some are turned away
         soon_s = SOON_S + LATER_S.get(hardship, 0.0)
-        if FEW_READS & {*world.traits.small_numbers}:
+        if ONE_BY_ONE in world.traits.small_numbers:
             soon_s += SOON_S  # they may be read twice
         if hardship is Hardship.MOVERS_DIE and FEW_STARTS in world.traits.small_numbers:
             soon_s += len(world.movers_of(source.shape.nodes[0])) / REGISTER_PER_S
@@ -420,11 +420,8 @@ class Aftermath:
                     self._hang(rng.choice(others), sink)  # more would leave no blocks
 
     def _hang(self, other: Engine, sink: Engine) -> None:
-        """Have an engine pull from a source whose reads hang, as far as it has blocks for them.
-
-        They would lose agents for others.
-        """
-        if FEW_AGENTS in self._world.traits.small_numbers:
+        """Have an engine pull from a source whose reads hang, as far as it has blocks for them."""
+        if LITTLE_ROOM & {*self._world.traits.small_numbers}:
             return
 
         def silence(rank: Worker) -> None:
