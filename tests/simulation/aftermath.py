@@ -288,6 +288,7 @@ class Aftermath:
             rank.do(rank.report_early)
         code = rng.choice(list(ends))
         transfer = self._publish(source)
+        transfer.last_step_s, transfer.is_pulled_once = LATE_STEP_S, True
         within_s = ENDS_WITHIN_S if len({*source.shape.nodes}) > 1 else ENDS_SOON_S
         if code is Code.LEASE_EXPIRED:
             transfer.lease_s, transfer.num_readers = QUEUED_LEASE_S, 2
@@ -295,6 +296,9 @@ class Aftermath:
         self._wait(lambda: transfer.ref is not None, PULL_S)
         self._wait(lambda: False, 0.05)  # the publish has arrived
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name} is to end: {code}")
+        if len(transfer.steps) > 1:
+            reader.engine.pull(transfer, HARD_PULL_S)
+            self._wait(lambda: False, 1.0)  # they wait for the last step
         ends[code](transfer)
 
         def unheard() -> list[str]:
@@ -304,6 +308,8 @@ class Aftermath:
         what = f"{transfer.transfer_id} of {source.shape.name} ends as {code}"
         if not self._wait(lambda: not unheard(), within_s, 0.01):
             raise Violation(Check.RELEASE_HEARD, f"{what}, and {unheard()} do not hear so in {within_s:g} s")
+        if not self._wait(lambda: all(pull.ended for pull in transfer.pulls), ENDS_SOON_S, 0.01):
+            raise Violation(Check.READY, f"{what}, and {reader.engine.shape.name} waits for more of it")
         spans = len({*source.shape.nodes}) > 1  # of another node's rank a home knows that it has left
         also = {Code.RANK_LOST} if spans and code is Code.SUSPENDED else set()
         if wrong := {*transfer.released.values()} - {code} - also:
@@ -330,7 +336,7 @@ class Aftermath:
         ):
             awaited = Awaited.SOURCE
         transfer.last_step_s = LATE_STEP_S if awaited is Awaited.ENGINE else 0.0
-        transfer.is_pulled_once = True
+        transfer.is_pulled_once = transfer.reads_hang = True
         self._wait(lambda: transfer.ref is not None, PULL_S)
         self._wait(lambda: False, 0.05)  # the publish has arrived
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name} is late: {awaited.name}")
@@ -433,6 +439,7 @@ class Aftermath:
             rank.do(partial(silence, rank))
         for _ in range(HANGING_PULLS):
             if (transfer := other.publish(1, grows=False, num_tokens=1)) is not None:
+                transfer.reads_hang = True
                 sink.pull(transfer, HARD_PULL_S)
         self._wait(lambda: False, self._rng.choice((0.0, 0.1, 0.5)))
 

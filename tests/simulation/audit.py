@@ -303,6 +303,7 @@ class Requests:
         self._world = world
         # By grant the last request for it; infinite once it is given back.
         self._latest: dict[str, float] = {}
+        self._answered: set[tuple[Process, int]] = set()  # requests for grants
         self._hellos: dict[Wire, int] = {}
         self._refused: dict[Wire, int] = {}  # the hello
         self._forgets = "core.peers.routes MAX_ROUTES" in world.traits.low_numbers  # what it has refused
@@ -311,11 +312,15 @@ class Requests:
         """Look at a message between two daemons."""
         message = msgspec.msgpack.decode(payload)
         number = message.get("request", 0)
+        if message["t"] in ("GrantReply", "PeerRefused"):
+            self._answered.add((wire.dealer.process, number))
         match message["t"]:
             case "GrantRequest":
-                if number < self._latest.get(message["grant"], 0):
-                    text = f"{wire.dealer.process.name} repeats request {number}, which it has given up"
-                    self._world.violate(Check.QUIET, text)
+                latest, process = self._latest.get(message["grant"], number), wire.dealer.process
+                is_early = number > latest and (process, latest) not in self._answered
+                if number < latest or (is_early and self._world.expectations.is_calm()):
+                    what = "is given up" if number < latest else f"comes before the reply to {latest}"
+                    self._world.violate(Check.QUIET, f"{process.name} sends request {number}, which {what}")
                 self._latest[message["grant"]] = number
             case "ReleaseGrant" | "Acknowledge":
                 self._latest[message["grant"]] = math.inf

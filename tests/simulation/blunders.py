@@ -49,9 +49,9 @@ NUM_TOKENS = 5
 TOO_MANY_TOKENS = 17  # no transfer has so many
 FULL_SHARE, BACK_S = 0.5, 14.0  # by then a home has the ranks of a node whose daemon was restarted
 # Limits past which a pull is refused, of the table or of a module.
-OF_READERS = dict.fromkeys(("plan_bytes", "remote_engine_bytes"), Code.BUSY) | dict.fromkeys(
-    ("plan.planner MAX_EXTENTS", "plan.planner MAX_PERIOD_STEPS"), Code.LAYOUT_INCOMPATIBLE
-)
+OF_READERS = dict.fromkeys(
+    ("plan_bytes", "remote_engine_bytes", "core.source.grants MAX_GRANTS_PER_TRANSFER"), Code.BUSY
+) | dict.fromkeys(("plan.planner MAX_EXTENTS", "plan.planner MAX_PERIOD_STEPS"), Code.LAYOUT_INCOMPATIBLE)
 STRANGER = 4242  # a user that has no engine
 # Codes of wrong arguments, as the client's own check has them.
 INVALID, BAD = Code.BLOCKS_INVALID, Code.BAD_REQUEST

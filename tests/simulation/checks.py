@@ -6,6 +6,7 @@ seconds", is an expectation: its time begins anew whenever a fault strikes one o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.25  # between two looks at an expectation
 MEASURE_S = 0.05  # likewise, where it is measured when it comes true
+CALM_S = 14.0  # so long after a fault it shows no more: a home knows a restarted node's ranks within 12
 
 
 class Check(StrEnum):
@@ -80,6 +82,7 @@ class Expectation:
     text: str
     parties: tuple[Hashable, ...]
     within_s: float
+    soon_s: float  # likewise, where all is calm
     is_met: Callable[[], bool]
     began: float
 
@@ -104,6 +107,11 @@ class Expectations:
         """Whether a fault has struck one of them since."""
         return any(self._disturbed.get(party, 0.0) >= since for party in parties)
 
+    def is_calm(self, since: float = math.inf) -> bool:
+        """Whether no fault shows that has struck anybody, now and since then."""
+        everybody, since = tuple(self._disturbed), min(since, self._world.kernel.now)
+        return not self.is_disturbed(since - CALM_S, *everybody) and not self.is_halted(everybody)
+
     @property
     def unmet(self) -> Iterator[Expectation]:
         """What has not come true yet."""
@@ -116,12 +124,13 @@ class Expectations:
         parties: tuple[Hashable, ...],
         within_s: float,
         is_met: Callable[[], bool],
+        soon_s: float = math.inf,
     ) -> None:
-        """Have it checked that `is_met` becomes true."""
-        now = self._world.kernel.now
-        expectation = Expectation(check, text, parties, within_s, is_met, now)
+        """Have it checked that `is_met` becomes true. Where all is calm, it does so within `soon_s`."""
+        now, soon_s = self._world.kernel.now, min(soon_s, within_s)
+        expectation = Expectation(check, text, parties, within_s, soon_s, is_met, now)
         self._open[expectation] = None
-        self._world.kernel.at(now + within_s + 1e-3, lambda: self._look(expectation))
+        self._world.kernel.at(now + soon_s + 1e-3, lambda: self._look(expectation))
         if self.took_s is not None:
             self._measure(expectation, self.took_s)
 
@@ -140,10 +149,11 @@ class Expectations:
             self._open.pop(one, None)
             return
         now, began = self._world.kernel.now, self._began(one)
-        if now <= began + one.within_s:
-            self._world.kernel.at(began + one.within_s + 1e-3, lambda: self._look(one))
+        within_s = one.soon_s if self.is_calm(one.began) else one.within_s
+        if now <= began + within_s:
+            self._world.kernel.at(began + within_s + 1e-3, lambda: self._look(one))
             return
         if self.is_halted(one.parties):
             self._world.kernel.at(now + LOOK_S, lambda: self._look(one))
             return
-        self._world.violate(one.check, f"{one.text}; not within {one.within_s:g} s")
+        self._world.violate(one.check, f"{one.text}; not within {within_s:g} s")

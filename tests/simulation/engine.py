@@ -49,8 +49,9 @@ BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
 COMPLETED_S = 14.0
 WITHDRAWN_S = 14.0
+SOON_S = 0.5  # each of these where no fault shows: four times the most of 1,500 faults
 OWN_RELEASE_S = 1.0
-DOUBT_S = 30.0
+DOUBT_S, DOUBT_SOON_S = 30.0, 8.0  # `quiesce_s`, and three seconds
 SUSPEND_S = 8.0
 REGISTER_S = 20.0
 CANCEL_S = 4.0
@@ -143,6 +144,7 @@ class Transfer:
     is_cancelled: bool = False  # by an operator
     is_of_liar: bool = False  # a node that lies publishes it, or reads it
     is_pulled_once: bool = False  # a pull that fails is not repeated
+    reads_hang: bool = False  # so nobody has it soon
     is_unheard: bool = False  # it ended, maybe before any daemon had it
     delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation
     abandoned: set[str] = field(default_factory=set)
@@ -863,6 +865,7 @@ class Worker:
             (self, *self.world.node_names),
             WITHDRAWN_S,
             lambda: transfer.is_over or not self.is_alive,
+            SOON_S,
         )
 
     def republish(self, transfer: Transfer) -> None:
@@ -911,7 +914,7 @@ class Worker:
             nodes = tuple(self.world.node_names)
             text = f"{transfer.transfer_id} of {self.engine.reader} is not released after its lease"
             # A grant of a reader that is gone may last as long as a lease of the daemon's.
-            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), 8.0 + 4.0, parties)
+            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), 8.0 + 4.0, parties, SOON_S)
 
         self.world.after(transfer.lease_s, look)
 
@@ -1019,7 +1022,7 @@ class Worker:
 
         text = f"{worker.name} does not hear that {transfer.transfer_id} is released"
         world.expectations.expect(
-            Check.RELEASE_HEARD, text, (worker, *world.node_names), RELEASE_HEARD_S, has_heard
+            Check.RELEASE_HEARD, text, (worker, *world.node_names), RELEASE_HEARD_S, has_heard, SOON_S
         )
 
     def _check_readers(self, transfer: Transfer, why: Code) -> None:
@@ -1041,6 +1044,7 @@ class Worker:
             tuple(self.world.node_names),
             DOUBT_S,
             is_true,
+            SOON_S,
         )
 
     @staticmethod
@@ -1079,9 +1083,7 @@ class Worker:
         lists = own_lists(self.shape.layout, drawn)
         if deadline_s is None:
             short = world.rng.random() < 0.12
-            deadline_s = (
-                world.rng.uniform(0.001, 0.05) if short else world.rng.choice((0.5, 3.0, 6.0, 12.0, 60.0))
-            )
+            deadline_s = world.rng.uniform(0.001, 0.05) if short else world.rng.choice(DEADLINES_S)
         share = 0.5 if len(transfer.steps) > 1 else 0.3
         is_progressive = transfer.is_read_early or world.rng.random() < share
         now = world.kernel.now
@@ -1145,6 +1147,7 @@ class Worker:
                 (self,),
                 CLIENT_GRACE_S + TWO_TRIPS_S,
                 lambda: bool(pull.ended) or not self.is_alive or self.is_leaving,
+                TWO_TRIPS_S,
             )
 
         self.world.kernel.at(pull.ends_by, look)
@@ -1167,6 +1170,7 @@ class Worker:
             (self.process, ("daemon", self.node)),
             within_s,
             lambda: bool(pull.ended) or not self.is_alive,
+            SOON_S,
         )
 
     def abandon(self, transfer: Transfer) -> None:
@@ -1196,6 +1200,7 @@ class Worker:
             # One that registers sleeps when it has; a home waits for a restarted node's former daemon.
             SUSPEND_S + (RELEASE_HEARD_S if len(set(self.engine.shape.nodes)) > 1 else 0.0),
             lambda: self.is_suspended or not self.is_suspending or not self.is_alive,
+            SOON_S,
         )
 
     def _suspended(self) -> None:
@@ -1304,6 +1309,7 @@ class Worker:
                 (self, *world.node_names),
                 DOUBT_S,
                 lambda: pull.is_quiesced or not self.is_alive,
+                DOUBT_SOON_S,
             )
         else:
             self._free(pull)
@@ -1371,6 +1377,7 @@ class Worker:
                     or not publisher.is_alive
                     or any(self.world.was_away(node, transfer.published_at) for node in nodes)
                 ),
+                SOON_S,
             )
 
     def _check_bytes(self, pull: Pull, event: client.Delivered) -> None:
