@@ -36,8 +36,13 @@ WAITED_S = 0.3  # then a reader waits for a last step that is late
 CUT_OFF_S = 0.7  # less than `peer.restart_grace_s`
 LONG_CUT_OFF_S = 16.0  # longer than `peer.silent_after_s`
 HANGING_PULLS = 3  # of one token each
-# A mover knows the agents of one source, or has two reads in flight: then what hangs holds others up.
-LITTLE_ROOM = {"core.ranks.movers MAX_REMOTE_BYTES_PER_PEER", "mover.reads.pull_engine MAX_INFLIGHT"}
+# So a read is made of many posts, of which few are in flight.
+SMALL_POSTS = {
+    "mover.chunks.slices MAX_DESCRIPTORS", "mover.chunks.slices MAX_RUN_BYTES",
+    "mover.reads.pull_engine MAX_INFLIGHT", "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL",
+}  # fmt: skip
+# Likewise, or a mover knows the agents of one source: then what hangs holds others up.
+LITTLE_ROOM = {*SMALL_POSTS, "core.ranks.movers MAX_REMOTE_BYTES_PER_PEER"}
 LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
 REPEATED_S = 281.0  # after which transfers that have ended, or were never published, make room for others
 GONE_S = 75.0  # by then nothing is known of it: longer than leases and all that is repeated
@@ -71,7 +76,7 @@ class Awaited(StrEnum):
 
     DAEMON = "has sent nothing for"
     ENGINE = "look at that engine"
-    SOURCE = "while it was read: rank"
+    SOURCE = "while it was read: "
     MOVER = "did not reply to this daemon; check that this node's processors are free"
 
 
@@ -85,13 +90,14 @@ class Loss(StrEnum):
 
 # Those in which a pull may have to be repeated.
 NOT_AT_ONCE = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.CONNECTION_BREAKS})
-# From when all is written to when all of it is there: twice what is usual at most.
-SOON_S = 2.0
-ONE_BY_ONE = "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL"  # so small pieces of large reads take long
+# From when all is written, and asked for, to when all of it is there: twice the most that was seen.
+SOON_S, SLOW_S = 0.6, 1.0  # the latter more between distant nodes, and in small posts
 FEW_STARTS = "core.ranks.registration_checks REGISTER_BURST"  # so that movers come back one after another
+STOPPED_S = {Hardship.LONG_PREFILL: 8.0, Hardship.LONGER_PREFILL: 14.0}
 LATER_S = {
-    Hardship.SOURCE_RESTARTS: 20.0, Hardship.SINK_RESTARTS: 6.0, Hardship.MESSAGES: 20.0,
-    Hardship.LONG_PREFILL: 8.0, Hardship.LONGER_PREFILL: 14.0, Hardship.LONG_READ: LONG_READ_S,
+    Hardship.SOURCE_RESTARTS: 4.0, Hardship.SINK_RESTARTS: 2.0, Hardship.LONG_READ: LONG_READ_S,
+    Hardship.MESSAGES: 10.0, Hardship.REQUEST_IS_CUT_OFF: 1.0, Hardship.READ_FAILS: 1.0,
+    Hardship.MOVERS_DIE: 1.0, Hardship.READERS_MOVER_DIES: 0.6, Hardship.READER_SLEEPS: 1.0,
     Hardship.CONNECTION_BREAKS: 1.0,  # a pull that failed is repeated after a second
 }  # fmt: skip
 ENDS_WITHIN_S, ENDS_SOON_S = 2.0, 0.5  # the latter within one node: before a client looks by itself
@@ -212,13 +218,14 @@ class Aftermath:
             self._wait(lambda: sink.is_ready, BACK_S)
         sink.pull(transfer, limit_s)
         began, heard = world.kernel.now, Overheard(world)
+        spans = max(len({*engine.shape.nodes}) for engine in (source, sink)) > 1
 
         def is_done() -> bool:
             new = {pull.wanted for pull in transfer.pulls}
             return len(new) == sink.num_ranks and all(wanted.is_delivered for wanted in new)
 
         what = f"{transfer.transfer_id} of {source.shape.name}"
-        if not self._wait(is_done, limit_s + 1, 0.05):
+        if not self._wait(is_done, limit_s + 1, 0.01):
             text = f"{what} does not arrive at {sink.shape.name}, although no more than {hardship.value}"
             raise Violation(Check.WORKS_AGAIN, text)
         heard.end()
@@ -227,13 +234,17 @@ class Aftermath:
         if world.traits.may_be_busy:
             return  # of ranks that ask at once some are turned away
         soon_s = SOON_S + LATER_S.get(hardship, 0.0)
-        if ONE_BY_ONE in world.traits.small_numbers:
-            soon_s += SOON_S  # they may be read twice
+        if world.traits.is_far or SMALL_POSTS & {*world.traits.small_numbers}:
+            soon_s += SLOW_S
         if hardship is Hardship.MOVERS_DIE and FEW_STARTS in world.traits.small_numbers:
             soon_s += len(world.movers_of(source.shape.nodes[0])) / REGISTER_PER_S
         if hardship is Hardship.READERS_MOVER_DIES and world.traits.placement == "staged":
             soon_s += CHUNK_KEPT_S
-        if world.kernel.now > max(began, transfer.whole_at) + soon_s:
+        if hardship in (Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS) and spans:
+            soon_s += JOINED_S
+        first = {pull.worker: pull.began for pull in reversed(transfer.pulls)}
+        since = max(transfer.whole_at, began + STOPPED_S.get(hardship, 0.0), *first.values())
+        if world.kernel.now > since + soon_s:
             raise Violation(Check.WORKS_AGAIN, f"{what} takes more than {soon_s:g} s: {hardship.value}")
         needless = heard.asked_twice() + heard.warnings()
         needless += heard.too_many(source, sink, transfer)
@@ -398,15 +409,16 @@ class Aftermath:
             case Hardship.LONG_PREFILL | Hardship.LONGER_PREFILL:
                 for worker in source.ranks:
                     world.kernel.stop(worker.process)
-                    world.expectations.disturb(LATER_S[hardship], worker)
-                    world.after(LATER_S[hardship], world.kernel.resume, worker.process)
+                    world.expectations.disturb(STOPPED_S[hardship], worker)
+                    world.after(STOPPED_S[hardship], world.kernel.resume, worker.process)
             case Hardship.REQUEST_IS_CUT_OFF:
                 cut = partial(self._disconnect, source.shape.nodes[0], CUT_OFF_S)
                 world.planned_messages.append(PlannedMessage(0.0, cut, name="GrantRequest"))
             case Hardship.END_IS_CUT_OFF:
                 cut = partial(self._disconnect, source.shape.nodes[0], LONG_CUT_OFF_S)
-                world.planned_messages += [PlannedMessage(0.0, name="Acknowledge")] * (sink.num_ranks - 1)
-                world.planned_messages.append(PlannedMessage(None, cut, name="Acknowledge"))
+                named = f"Acknowledge {transfer.transfer_id}"
+                world.planned_messages += [PlannedMessage(0.0, name=named)] * (sink.num_ranks - 1)
+                world.planned_messages.append(PlannedMessage(None, cut, name=named))
             case Hardship.LONG_READ:
                 world.planned_at[Moment.READ].append((0.0, self._stall))
             case Hardship.READ_FAILS if len(transfer.steps) > 1:

@@ -219,9 +219,8 @@ class Kernel:
             self._make_ready(task)
 
     def end_pause(self, task: Task, delay_s: float) -> None:
-        """Have a thread that pauses between two polls poll so soon, as if its pauses were short."""
-        if task.is_pausing:
-            self.at(self.now + delay_s, lambda: self.notify(task) if task.is_pausing else None)
+        """Have a thread that pauses between two polls then poll so soon, as if its pauses were short."""
+        self.at(self.now + delay_s, lambda: self.notify(task) if task.is_pausing else None)
 
     def preempt(self) -> None:
         """Let others run first."""

@@ -476,9 +476,9 @@ class World:
     def _on_send(self, wire: Wire, payload: bytes) -> float | None:
         self.words.saw(wire, payload)
         self.requests.saw(wire, payload)
-        hosts = frozenset((wire.dealer.host, wire.router.host))
+        hosts, name = frozenset((wire.dealer.host, wire.router.host)), name_of(payload)
         for planned in self.planned_messages:
-            if planned.hosts in (None, hosts) and name_of(payload).startswith(planned.name):
+            if planned.hosts in (None, hosts) and planned.name in ("", name, name.split()[0]):
                 self.planned_messages.remove(planned)
                 planned.strike()
                 return planned.delay_s
