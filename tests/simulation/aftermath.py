@@ -309,7 +309,8 @@ class Aftermath:
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name} is to end: {code}")
         if len(transfer.steps) > 1:
             reader.engine.pull(transfer, HARD_PULL_S)
-            self._wait(lambda: False, 1.0)  # they wait for the last step
+            if self._wait(lambda: transfer.is_over, 1.0):  # else they wait for the last step
+                return  # all that they wanted was there
         ends[code](transfer)
 
         def unheard() -> list[str]:

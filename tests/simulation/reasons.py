@@ -26,7 +26,8 @@ OWN_TIMER_S = 3.0  # within which a client has its restarted daemon's word again
 LONG_DEADLINE_S = {Pace.QUICK: 3.0, Pace.SLOW: 3.0, Pace.LONG: 16.0}
 # From the last word of what is written to the end of a pull, by the pace of reads.
 READY_S = {Pace.QUICK: 8.0, Pace.SLOW: 12.0, Pace.LONG: 40.0}
-READY_SOON_S = 1.0  # where no fault shows: 0.7 was the most of 1,500 faults
+READY_SOON_S = 1.8  # where no fault shows: 0.7 was the most of 1,500 faults
+ONE_CHUNK = "mover.transport.staging MAX_ACTIVE_CHUNKS"  # so staged reads wait for each other, a second each
 READY_KEPT_S = 8.0  # as long as a default lease of `tests.simulation.world`
 SILENT_S = 14.0  # `peer.silent_after_s`, a repetition of a request, and two seconds
 REFUSED_S = 2.0  # `peer.restart_grace_s`, and one second
@@ -176,6 +177,7 @@ class Reasons:
             return is_old and self.is_struck(transfer.whole_at - SHORTLY_S, parties)
 
         within_s = READY_S[self._world.traits.pace]
+        is_soon = not transfer.reads_hang and ONE_CHUNK not in self._world.traits.small_numbers
         for engine in (transfer.publisher.engine, pull.worker.engine):
             if len(set(engine.shape.nodes)) > 1:
                 within_s += SHORTLY_S  # a home has to learn a restarted node's ranks
@@ -185,7 +187,7 @@ class Reasons:
             tuple(parties),
             within_s,
             is_met,
-            math.inf if transfer.reads_hang else READY_SOON_S,
+            READY_SOON_S if is_soon else math.inf,
         )
 
     def daemon_is_gone(self, node: str) -> None:
