@@ -47,7 +47,7 @@ NUM_WRONG_DAEMONS = 6
 BACK_S, SETTLED_S = 60.0, 14.0  # of a daemon that was restarted
 NUM_TOKENS = 5
 TOO_MANY_TOKENS = 17  # no transfer has so many
-FULL_SHARE, BACK_S = 0.5, 14.0  # by then a home has the ranks of a node whose daemon was restarted
+NUM_FULL = 2
 # Limits past which a pull is refused, of the table or of a module.
 OF_READERS = dict.fromkeys(
     ("plan_bytes", "remote_engine_bytes", "core.source.grants MAX_GRANTS_PER_TRANSFER"), Code.BUSY
@@ -360,8 +360,9 @@ class Blunders:
         transfer.lease_s = NUM_CALLS * ANSWER_S
         self._wait(lambda: transfer.ref is not None, ANSWER_S)
         reader = rng.choice(sink.ranks)
-        if rng.random() < FULL_SHARE and reader.node not in source.shape.nodes:  # it forgets what is written
-            self._check_full(reader, transfer)
+        if reader.node not in source.shape.nodes:  # it forgets what is written
+            for name in rng.sample(sorted(OF_READERS), NUM_FULL):
+                self._check_full(reader, transfer, name)
         for _ in range(NUM_CALLS):
             drawn = rng.random()
             if drawn < 0.3:
@@ -386,9 +387,8 @@ class Blunders:
         if rng.random() < OWNER_SHARE:
             self._check_owner()
 
-    def _check_full(self, worker: Worker, transfer: Transfer) -> None:
+    def _check_full(self, worker: Worker, transfer: Transfer, name: str) -> None:
         """A daemon that has no room for something refuses a pull which needs it, at once."""
-        name = self._rng.choice(sorted(OF_READERS))
         module, _, number = name.rpartition(" ")
         place = importlib.import_module(f"kvxferd.{module}") if module else limits
         usual = getattr(place, number := number if module else "TABLE")
@@ -397,7 +397,7 @@ class Blunders:
             set_on(place, number, value)
             self._world.kill_daemon(worker.node)
             self._world.start_daemon(worker.node)
-            self._wait(lambda: False, BACK_S)
+            self._wait(lambda: False, SETTLED_S)
             if value is little:
                 wrong: Wrong = {f"no room for {name}": (OF_READERS[name], lambda call: call)}
                 self._check_call(worker, transfer, "pull", wrong)

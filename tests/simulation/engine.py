@@ -48,7 +48,6 @@ RETRY_S = 0.2
 BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
 COMPLETED_S = 14.0
-WITHDRAWN_S = 14.0
 SOON_S = 0.5  # each of these where no fault shows: four times the most of 1,500 faults
 OWN_RELEASE_S = 1.0
 DOUBT_S, DOUBT_SOON_S = 30.0, 8.0  # `quiesce_s`, and three seconds
@@ -863,7 +862,7 @@ class Worker:
             Check.WITHDRAWN,
             f"{transfer.transfer_id} of {self.name} is withdrawn, and lives",
             (self, *self.world.node_names),
-            WITHDRAWN_S,
+            RELEASE_HEARD_S,
             lambda: transfer.is_over or not self.is_alive,
             SOON_S,
         )
@@ -1061,10 +1060,8 @@ class Worker:
         """Pull a transfer into blocks that nobody uses."""
         if transfer.ref is None:
             publisher = transfer.publisher
-            is_to_come = (
-                publisher.engine.transfers.get(transfer.transfer_id) is transfer
-            )  # else it is forgotten
-            if not transfer.is_over and publisher.is_alive and is_to_come:
+            is_forgotten = publisher.engine.transfers.get(transfer.transfer_id) is not transfer
+            if not transfer.is_over and publisher.is_alive and not is_forgotten:
                 delay_s = 0.1 if self.world.fabric.is_hurried else 0.003
                 self.world.after(delay_s, self.do, lambda: self.pull(transfer, wanted, deadline_s))
             return
