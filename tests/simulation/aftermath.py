@@ -64,7 +64,7 @@ class Hardship(StrEnum):
     READ_FAILS = "its read fails"
     REQUEST_IS_CUT_OFF = "the nodes are cut off for a moment as it is asked for"
     END_IS_CUT_OFF = "the nodes are cut off for long as it has been read"
-    CONNECTION_BREAKS = "the connection breaks by which it is read"
+    CONNECTION_BREAKS = "the connection breaks by which it is read, or nothing proves its end"
     LONG_QUEUE = "its reader's queue is longer than its lease"
     READER_DIES = "a reader dies in whose queue it was for longer than its lease"
     READER_SLEEPS = "its reader sleeps, or leaves, as it has it"
@@ -433,7 +433,8 @@ class Aftermath:
                 if len({*sink.shape.nodes}) == 1 and rng.random() < 0.5:
                     transfer.at_delivery = lambda worker: worker.do(worker.leave)
             case Hardship.CONNECTION_BREAKS:
-                world.planned_at[Moment.READ].append((0.0, self._break_connection))
+                ways = self._break_connection, SimTransport.fail_one_read  # each may leave blocks in doubt
+                world.planned_at[Moment.READ].append((0.0, rng.choice(ways)))
             case Hardship.OTHER_HANGS:
                 if others := [other for other in world.sources if other is not source]:
                     self._hang(rng.choice(others), sink)  # more would leave no blocks

@@ -14,7 +14,7 @@ from tests.simulation.aftermath import Aftermath, Hardship
 from tests.simulation.audit import METRICS, TERMS, Audit, Turns
 from tests.simulation.blunders import Blunders
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import LEAVE_S, EngineShape, Transfer
+from tests.simulation.engine import FEW_STARTS, LEAVE_S, EngineShape, Transfer
 from tests.simulation.fabric import Pace
 from tests.simulation.faults import Fault, Faults, draw_faults
 from tests.simulation.history import HISTORY
@@ -25,7 +25,7 @@ from tests.simulation.shapes import draw_deployment, draw_model
 from tests.simulation.store import MemoryKind
 from tests.simulation.world import LOW_NUMBERS, SHORT_WAYS, SMALL_NUMBERS, Traits, World
 
-START_S = 30.0
+START_S, START_FEW_S = 0.5, 6.0  # twice the most of 95 starts, which nothing hinders
 REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
 LOOK_S = 1.0
 # So long nothing is left: what is repeated comes within two seconds, and a member's mover polls until its
@@ -220,6 +220,7 @@ class Episode:
             self._liar.end()
         self.world.fabric.hurry()
         self._rest()
+        self.world.is_at_rest = True
         self._after()
         self._rest()
         self._check_left()
@@ -258,7 +259,8 @@ class Episode:
         return True
 
     def _wait_ready(self) -> None:
-        if not self._wait(lambda: self.world.is_ready, START_S):
+        has_few = FEW_STARTS in self.plan.traits.small_numbers
+        if not self._wait(lambda: self.world.is_ready, START_FEW_S if has_few else START_S):
             raise Violation(Check.REGISTERED, "an engine is not registered")
 
     def _rest(self) -> None:

@@ -31,7 +31,7 @@ from kvxferd.resident import registration, thread_mover
 from kvxferd.resident.thread_mover import ThreadMover
 from kvxferd.wire.codec import TO_MOVER
 from kvxferd.wire.framing import Frame
-from kvxferd.wire.mover import DropPlan, LoadPlan
+from kvxferd.wire.mover import DropPlan, DropRemote, LoadPlan, LoadRemote, SetPolling, ToMover
 from tests.simulation.fabric import Fabric, SimTransport
 from tests.simulation.kernel import Kernel, Process
 
@@ -144,28 +144,41 @@ EVENTS_A_CHECK = 8
 
 
 class _MoverSocket(FrameSocket):
-    """A mover's end of its socket: the plans that it is to keep have no more bytes than they may."""
+    """A mover's end of its socket: it is sent nothing twice, nor more plans to keep than it may have."""
 
     def __init__(self, connected: socket.socket, on_many: Callable[[str], None]) -> None:
         super().__init__(connected)
         self._on_many = on_many
         self._plans: dict[Digest, int] = {}  # bytes of each
+        self._remotes: dict[AgentName, set[bytes]] = {}  # what it is to know of each
+        self._polls = False
 
     def handle_frames(self, handle: Callable[[Frame], None], *arguments: int) -> int | None:
         def look(frame: Frame) -> None:
-            self._look(frame.payload)
+            if any(name in frame.payload[:16] for name in (b"Plan", b"Remote", b"SetPolling")):
+                self._look(TO_MOVER.decode(frame.payload))
             handle(frame)
 
         return super().handle_frames(look, *arguments)
 
-    def _look(self, payload: bytes) -> None:
-        if b"Plan" not in payload[:16]:
-            return
-        match TO_MOVER.decode(payload):
+    def _look(self, message: ToMover) -> None:
+        is_new = True
+        match message:
             case LoadPlan(digest=digest, encoded=encoded):
+                is_new = digest not in self._plans
                 self._plans[digest] = plan_bytes(decode_plan(encoded))
             case DropPlan(digest=digest):
-                del self._plans[digest]
+                is_new = self._plans.pop(digest, None) is not None
+            case LoadRemote(agent=agent, metadata=metadata):
+                known = self._remotes.setdefault(agent, set())
+                is_new = metadata not in known
+                known.add(metadata)
+            case DropRemote(agent=agent):
+                is_new = self._remotes.pop(agent, None) is not None
+            case SetPolling(on=on):
+                is_new, self._polls = on is not self._polls, on
+        if not is_new:
+            self._on_many(f"is sent what it knows: {message}")
         held = sum(self._plans.values())
         if len(self._plans) > 1 and held > movers.MAX_PLAN_BYTES_PER_MOVER:
             self._on_many(f"is to keep {len(self._plans)} plans of {held} bytes")

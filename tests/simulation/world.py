@@ -280,6 +280,7 @@ class World:
         self.daemons: dict[str, Process] = {}
         is_of_one_node = all(len({*shape.nodes}) == 1 for shape in shapes)
         self.forgets_owners = is_of_one_node and "owned_ranks" not in traits.low_numbers
+        self.is_at_rest = False  # nothing shows any more of what went wrong
         self.violation: Violation | None = None
         self.open_pulls: dict[Pull, None] = {}
         self.wanted: list[Wanted] = []
@@ -347,6 +348,8 @@ class World:
             daemon.io_bytes = self.traits.io_bytes
             if node in self._started_at:
                 self.unsure_counts.add(node)
+                for worker in [w for engine in self.engines for w in engine.workers if w.node == node]:
+                    worker.expect_registered(lambda one=worker: one.is_connected or not one.is_ready)
             self._started_at[node] = self.kernel.now
             self.expectations.disturb(0.0, node)
             self.reasons.process_struck(daemon)
