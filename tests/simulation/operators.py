@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 REPLY_S = 5.0
 STATUS = "/v1/status"
 LONG_WAIT_S = 1.0  # of a pull, for which it is said then for whom it waits
-WITH_MOVERS = ("posted", "stopping", "in-doubt")
+# The latter of what has ended as it was listed.
+NOT_WAITING = ("posted", "stopping", "in-doubt", "delivered", "failed", "quiesced")
 _POLLIN = 1
 
 
@@ -133,7 +134,7 @@ def wrong_in_status(node: dict[str, Any]) -> list[str]:
         # All tokens may be written before all blocks are listed: those of a window come last.
         "ready": all(row["ready_tokens"] == row["num_tokens"] or row["state"] == "writing" for row in unread),
         "waits": all(
-            bool(row["waits"]) == (row["phase"] not in WITH_MOVERS and row["age_s"] >= LONG_WAIT_S)
+            bool(row["waits"]) == (row["phase"] not in NOT_WAITING and row["age_s"] >= LONG_WAIT_S)
             for row in pulls
         ),
         "limits": all(one["used"] <= one["limit"] for one in limits),
