@@ -92,7 +92,6 @@ class Loss(StrEnum):
 NOT_AT_ONCE = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.CONNECTION_BREAKS})
 # From when all is written, and asked for, to when all of it is there: twice the most that was seen.
 SOON_S, SLOW_S = 0.6, 1.0  # the latter more between distant nodes, and in small posts
-FEW_STARTS = "core.ranks.registration_checks REGISTER_BURST"  # so that movers come back one after another
 STOPPED_S = {Hardship.LONG_PREFILL: 8.0, Hardship.LONGER_PREFILL: 14.0}
 LATER_S = {
     Hardship.SOURCE_RESTARTS: 4.0, Hardship.SINK_RESTARTS: 2.0, Hardship.LONG_READ: LONG_READ_S,
@@ -236,7 +235,7 @@ class Aftermath:
         soon_s = SOON_S + LATER_S.get(hardship, 0.0)
         if world.traits.is_far or SMALL_POSTS & {*world.traits.small_numbers}:
             soon_s += SLOW_S
-        if hardship is Hardship.MOVERS_DIE and FEW_STARTS in world.traits.small_numbers:
+        if hardship is Hardship.MOVERS_DIE and world.traits.has_few_starts:
             soon_s += len(world.movers_of(source.shape.nodes[0])) / REGISTER_PER_S
         if hardship is Hardship.READERS_MOVER_DIES and world.traits.placement == "staged":
             soon_s += CHUNK_KEPT_S

@@ -27,7 +27,7 @@ from kvxferd.wire.common import BlockIds, Message, Versions
 from kvxferd.wire.framing import HEADER, encode_frame
 from tests.simulation import wrong_daemons
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import FEW_STARTS, Transfer, Worker
+from tests.simulation.engine import Transfer, Worker
 from tests.simulation.history import End
 from tests.simulation.interposed import set_on
 from tests.simulation.shapes import draw_request, own_lists
@@ -483,8 +483,10 @@ class Blunders:
                 stranger = RawWorker(str(self._world.socket_of(node)), hello=name in OF_RANKS)
                 if name in OF_RANKS:
                     with SealedMemory.create(REGION_BYTES) as memory:
-                        if FEW_STARTS not in self._world.traits.small_numbers:
-                            self._bring_no_mover(stranger, memory.fd, answers)
+                        if not self._world.traits.has_few_starts:
+                            refused = stranger.bring_ended_mover(SPEC, LAYOUT, memory.fd)
+                            if refused.code is not Code.MOVER_LOST:
+                                answers.append(refused)
                         stranger.register(SPEC, LAYOUT, memory.fd)
                 for one in sent:
                     stranger.raw(one if isinstance(one, bytes) else frame(one))
@@ -498,15 +500,6 @@ class Blunders:
             self._world.kernel.spawn(f"stranger at {node}", run, uid=STRANGER)
 
         self._expect(code, f"a process sends {name} to {node}", make)
-
-    def _bring_no_mover(self, stranger: RawWorker, fd: int, answers: list[object]) -> None:
-        """Have a process bring a resident mover that has ended."""
-        brought, ended = socket.socketpair()
-        ended.close()
-        with brought:
-            refused = stranger.register(SPEC, LAYOUT, fd, brought.fileno(), placement="resident")
-        if refused.code is not Code.MOVER_LOST:
-            answers.append(refused)
 
     def _check_no_daemon(self, node: str) -> None:
         """A client hears at once that there is a daemon of another version, or can be none."""

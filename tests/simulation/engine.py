@@ -62,7 +62,6 @@ DAEMON_GRACE_S = 0.1  # after a deadline, for the daemon's word to come
 TWO_TRIPS_S = 0.25
 KERNELS_S = (0.0, 0.001, 0.02, 0.3)
 MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer, and a progressive pull waits for its source
-FEW_STARTS = "core.ranks.registration_checks REGISTER_BURST"  # so that movers start one after another
 FEW_READERS = {"acknowledged", "core.source.transfer_table MAX_READERS"}  # of `LOW_NUMBERS`
 LEASE_S = 8.0  # of a transfer that names none, and of a grant
 LEASES_S = (LEASE_S, 4.0, 2.0, 12.0) * 5 + (0.2,)  # the last may be over before the blocks are written
@@ -542,7 +541,7 @@ class Worker:
     def _is_slow(self) -> bool:
         """Whether its node's daemon may not register it at once, for its home or a former daemon's movers."""
         is_alone = len({*self.engine.shape.nodes}) == 1 and self.world.is_at_rest
-        return not is_alone or FEW_STARTS in self.world.traits.small_numbers
+        return not is_alone or self.world.traits.has_few_starts
 
     def expect_registered(self, is_so: Callable[[], bool]) -> None:
         """A daemon takes its requests, as `is_so` shows."""

@@ -14,7 +14,7 @@ from tests.simulation.aftermath import Aftermath, Hardship
 from tests.simulation.audit import METRICS, TERMS, Audit, Turns
 from tests.simulation.blunders import Blunders
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import FEW_STARTS, LEAVE_S, EngineShape, Transfer
+from tests.simulation.engine import LEAVE_S, EngineShape, Transfer
 from tests.simulation.fabric import Pace
 from tests.simulation.faults import Fault, Faults, draw_faults
 from tests.simulation.history import HISTORY
@@ -259,8 +259,8 @@ class Episode:
         return True
 
     def _wait_ready(self) -> None:
-        has_few = FEW_STARTS in self.plan.traits.small_numbers
-        if not self._wait(lambda: self.world.is_ready, START_FEW_S if has_few else START_S):
+        start_s = START_FEW_S if self.plan.traits.has_few_starts else START_S
+        if not self._wait(lambda: self.world.is_ready, start_s):
             raise Violation(Check.REGISTERED, "an engine is not registered")
 
     def _rest(self) -> None:

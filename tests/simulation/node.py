@@ -150,7 +150,7 @@ class _MoverSocket(FrameSocket):
         super().__init__(connected)
         self._on_many = on_many
         self._plans: dict[Digest, int] = {}  # bytes of each
-        self._remotes: dict[AgentName, set[bytes]] = {}  # what it is to know of each
+        self._remotes: set[tuple[AgentName, bytes]] = set()  # what it is to know of others
         self._polls = False
 
     def handle_frames(self, handle: Callable[[Frame], None], *arguments: int) -> int | None:
@@ -170,18 +170,17 @@ class _MoverSocket(FrameSocket):
             case DropPlan(digest=digest):
                 is_new = self._plans.pop(digest, None) is not None
             case LoadRemote(agent=agent, metadata=metadata):
-                known = self._remotes.setdefault(agent, set())
-                is_new = metadata not in known
-                known.add(metadata)
+                is_new = (agent, metadata) not in self._remotes
+                self._remotes.add((agent, metadata))
             case DropRemote(agent=agent):
-                is_new = self._remotes.pop(agent, None) is not None
+                kept = {one for one in self._remotes if one[0] != agent}
+                is_new, self._remotes = kept != self._remotes, kept
             case SetPolling(on=on):
                 is_new, self._polls = on is not self._polls, on
         if not is_new:
             self._on_many(f"is sent what it knows: {message}")
-        held = sum(self._plans.values())
-        if len(self._plans) > 1 and held > movers.MAX_PLAN_BYTES_PER_MOVER:
-            self._on_many(f"is to keep {len(self._plans)} plans of {held} bytes")
+        if len(self._plans) > 1 and sum(self._plans.values()) > movers.MAX_PLAN_BYTES_PER_MOVER:
+            self._on_many(f"is to keep plans of {[*self._plans.values()]} bytes")
 
 
 class _RunningMoversOfProcess:

@@ -189,6 +189,11 @@ class Traits:
     dying_share: float = 0.0  # of the movers that are killed end some time later
 
     @property
+    def has_few_starts(self) -> bool:
+        """Whether a user's movers start one after another."""
+        return "core.ranks.registration_checks REGISTER_BURST" in self.small_numbers
+
+    @property
     def may_be_busy(self) -> bool:
         """Whether honest requests may be too many."""
         return self.has_low_limits or bool(self.low_numbers)
@@ -507,12 +512,7 @@ class World:
 
 
 def _descends(process: Process, of: Process) -> bool:
-    at: Process | None = process
-    while at is not None:
-        if at is of:
-            return True
-        at = at.parent
-    return False
+    return process is of or (process.parent is not None and _descends(process.parent, of))
 
 
 __all__ = ["Traits", "Worker", "World"]

@@ -124,6 +124,13 @@ class RawWorker:
             self.say(register, *fds, unread.fileno() if deliveries is None else deliveries)
         return self.await_one(replies, wait_s)
 
+    def bring_ended_mover(self, spec: EngineSpec, layout: RankLayout, *fds: int) -> Any:
+        """Be a rank that brings a resident mover which has ended. Returns the reply."""
+        brought, ended = socket.socketpair()
+        ended.close()
+        with brought:
+            return self.register(spec, layout, *fds, brought.fileno(), placement="resident")
+
     def close(self) -> None:
         self.socket.close()
         self._link.close()
