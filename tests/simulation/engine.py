@@ -70,6 +70,7 @@ PIECE_S = 0.9  # within which a pull at rest has read a first piece
 REFUSED_S = 3.0  # within which what is too much has been refused
 PREPARE_SHARE, PREPARE_GROWING_SHARE = 0.3, 0.8  # of requests that are announced before they are pulled
 ALL_READY_SHARE = 0.1  # of those that grow, all tokens are written as they are published
+NEARLY_ALL_SHARE = 0.4  # of those that grow: all but one token is written in the first step
 SHORT_S, SHORT_SHARE = 0.002, 0.15  # that some calls wait for their daemon
 LEAVE_S = 6.0  # within which a process that closes its session has ended
 
@@ -340,7 +341,10 @@ class Engine:
             return None
         steps = [num_tokens]
         if self.shape.can_grow and grows:
-            steps = sorted({*self.rng.sample(range(num_tokens), min(num_tokens, 2)), num_tokens})
+            before = self.rng.sample(range(num_tokens), min(num_tokens, 2))
+            if self.rng.random() < NEARLY_ALL_SHARE:
+                before = [num_tokens - 1]  # of which much can be read
+            steps = sorted({*before, num_tokens})
             if self.rng.random() < ALL_READY_SHARE and not self.shape.says_ready:
                 steps = [num_tokens, num_tokens]
         parts = split_publish(self.rng, deployment, lists, steps)
