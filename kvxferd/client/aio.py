@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 async def events(session: Publisher) -> AsyncIterator[Event]:
-    """Yield a session's events, oldest first; `Disconnected` is the last.
+    """Yield a session's events, oldest first, until `Disconnected` and the end of every pull have come.
 
     One task iterates, nothing else calls `poll`, and the iteration has ended before the session is closed.
     """
-    loop = asyncio.get_running_loop()
-    while True:
+    loop, is_over = asyncio.get_running_loop(), False
+    while not is_over or session.has_pulls:
         readable, fd = asyncio.Event(), session.fileno()
         loop.add_reader(fd, readable.set)
         try:
@@ -37,8 +37,9 @@ async def events(session: Publisher) -> AsyncIterator[Event]:
             loop.remove_reader(fd)
         for event in session.poll():
             yield event
-            if isinstance(event, Disconnected):
-                return
+            is_over = is_over or isinstance(event, Disconnected)
+    for event in session.poll():  # that have come since
+        yield event
 
 
 async def in_thread(call: Callable[[], T], undo: Callable[[T], object]) -> T:

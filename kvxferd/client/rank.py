@@ -171,6 +171,12 @@ class Publisher:
         return self._session.state is SessionState.READY
 
     @property
+    def has_pulls(self) -> bool:
+        """Whether a pull has not ended, or its blocks are in doubt, so that an event of it is to come."""
+        with self._connection.lock:
+            return self._session.has_live_pulls
+
+    @property
     def is_suspended(self) -> bool:
         """Whether `Suspended` was emitted, and `resume` was not called since: of a rank alone."""
         return self._session.registration.memory_state is MemoryState.SUSPENDED

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvxferd.client.aio import events, in_thread
-from kvxferd.client.events import Delivered, Disconnected
+from kvxferd.client.events import Delivered, Disconnected, Failed
 from kvxferd.errors import Code
 from kvxferd.wire import worker
 from tests.support.client_harness import Stage, delivered
@@ -29,6 +29,17 @@ async def test_events_come_as_they_are_emitted_until_the_session_is_over(stage: 
     stage.side.say(worker.Farewell(code=Code.BAD_VERSION, message="upgrade"))
     rest = [event async for event in stream]
     assert [type(event) for event in rest] == [Disconnected]
+
+
+async def test_a_pull_that_runs_as_the_session_ends_has_its_event_too(stage: Stage) -> None:
+    rank = await asyncio.to_thread(stage.rank)
+    ticket = await asyncio.to_thread(stage.pull, rank)
+    stage.side.say(worker.Farewell(code=Code.BAD_VERSION, message="upgrade"))
+    stream = events(rank)
+    assert isinstance(await asyncio.wait_for(anext(stream), 10), Disconnected)
+    failed = await asyncio.wait_for(anext(stream), 10)
+    assert isinstance(failed, Failed)
+    assert failed.ticket is ticket
 
 
 async def test_a_blocking_call_returns_what_it_returned() -> None:
