@@ -208,15 +208,13 @@ class ClientPublishes:
     def replay(self, now: float, lease_s: float) -> list[ClientPublish | worker.Ready]:
         """Return the transfers to publish again, and behind them each `Ready` that no publish carries.
 
-        Words are fresh: what the last daemon granted cannot be told from what was released. A `ready`
-        for what is not published here is not sent again once a default lease has passed: that
+        A `ready` for what is not published here is not sent again once a default lease has passed: that
         transfer may be over, and its id in use for blocks that are not written yet.
         """
         for transfer_id in [t for t, p in self._live.items() if now >= p.expires_at]:
             self.release_locally(transfer_id, Code.LEASE_EXPIRED)
         for publish in self._live.values():
             publish.replayed = True
-            self._fence.refresh(publish.slot)
         ended = [t for t, one in self._ready.items() if t not in self._live and now >= one.at + lease_s]
         for transfer_id in ended:
             del self._ready[transfer_id]

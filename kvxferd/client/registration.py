@@ -312,7 +312,6 @@ class Registration:
     def close(self) -> None:
         """End the movers, and keep no memory alive but what a mover of this process still uses."""
         self.close_and_stop_movers()
-        self._drop_quiesced_movers()
         in_use = [*_STILL_IN_USE, *self._resident_movers]
         self._resident_movers = [(mover, ()) for mover, _ in self._resident_movers]
         _STILL_IN_USE[:] = [(mover, owners) for mover, owners in in_use if owners and not mover.is_quiesced]
