@@ -254,7 +254,6 @@ class Turns:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.most_bytes = self.most_messages = 0  # of any turn
         self._sent: dict[Process, tuple[int, int]] = {}
         real_sendmsg, real_queue, real_select = (
             socket.socket.sendmsg, SimSocket._queue, selectors.EpollSelector.select
@@ -286,9 +285,6 @@ class Turns:
     def _end(self) -> None:
         process = self._world.kernel.current.process
         num_bytes, number = self._sent.pop(process, (0, 0))
-        self.most_bytes, self.most_messages = (
-            max(self.most_bytes, num_bytes), max(self.most_messages, number)
-        )  # fmt: skip
         has_parts = self._world.traits.part_bytes or process.io_bytes
         most = MAX_TURN_PARTS if has_parts else MAX_TURN_MESSAGES
         if num_bytes > MAX_TURN_BYTES or number > most:

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import random
 import select
-import socket
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,8 +48,10 @@ NUM_TOKENS = 5
 TOO_MANY_TOKENS = 17  # no transfer has so many
 NUM_FULL = 2
 # Limits past which a pull is refused, of the table or of a module.
+OF_CLIENTS = ("client.outbox MAX_QUEUED", "client.pulls MAX_LIVE_PULLS")
 OF_READERS = dict.fromkeys(
-    ("plan_bytes", "remote_engine_bytes", "core.source.grants MAX_GRANTS_PER_TRANSFER"), Code.BUSY
+    ("plan_bytes", "remote_engine_bytes", "core.source.grants MAX_GRANTS_PER_TRANSFER", *OF_CLIENTS),
+    Code.BUSY,
 ) | dict.fromkeys(("plan.planner MAX_EXTENTS", "plan.planner MAX_PERIOD_STEPS"), Code.LAYOUT_INCOMPATIBLE)
 STRANGER = 4242  # a user that has no engine
 # Codes of wrong arguments, as the client's own check has them.
@@ -143,7 +144,12 @@ OF_BOTH: Wrong = {
     "an event that is none": (BAD, _with_more(after=5)),
 }  # fmt: skip
 OF_PULLS: Wrong = {
-    "another nonce": (Code.NONCE_WRONG, _with_ref(nonce="0" * 32)),
+    "another nonce": (
+        Code.NONCE_WRONG,
+        lambda call: call._replace(
+            ref=replace(call.ref, nonce="0" * sizes.MAX_NAME_CHARS).to_json().ljust(sizes.MAX_REF_BYTES)
+        ),
+    ),
     "more tokens than are published": (
         Code.TOKENS_NOT_PUBLISHED,
         lambda call: call.longer and call._replace(lists=call.longer, num_tokens=TOO_MANY_TOKENS),
@@ -159,7 +165,8 @@ OF_PULLS: Wrong = {
         Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref=call.ref.to_json()[:-9]),
     ),
     "a reference that is long": (
-        Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref=call.ref.to_json() + " " * sizes.MAX_REF_BYTES),
+        Code.TRANSFER_UNKNOWN,
+        lambda call: call._replace(ref=call.ref.to_json().ljust(sizes.MAX_REF_BYTES + 1)),
     ),
     "a reference with a long name": (
         Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref={**call.ref.to_dict(), "nonce": "0" * 300}),
@@ -388,7 +395,7 @@ class Blunders:
             self._check_owner()
 
     def _check_full(self, worker: Worker, transfer: Transfer, name: str) -> None:
-        """A daemon that has no room for something refuses a pull which needs it, at once."""
+        """A daemon or a client that has no room for something refuses a pull which needs it, at once."""
         module, _, number = name.rpartition(" ")
         place = importlib.import_module(f"kvxferd.{module}") if module else limits
         usual = getattr(place, number := number if module else "TABLE")
@@ -418,124 +425,106 @@ class Blunders:
             lists = own_lists(worker.shape.layout, lists)
             longer = longer and own_lists(worker.shape.layout, longer)
         if call := change(Call(transfer.ref, lists, longer=longer)):
-            self._expect(
-                code, f"{worker.name} calls {what} with {name}", partial(self._call, worker, what, call)
-            )
+            run = partial(self._call, worker, what, call)
+            self._expect(code, f"{worker.name} calls {what} with {name}", run, worker)
 
     def _expect(
-        self, code: object, what: str, make: Callable[[list[object]], None], settle_s: float = 0.0
+        self,
+        code: object,
+        what: str,
+        run: Callable[[list[object]], None],
+        by: Worker | str,
+        settle_s: float = 0.0,
+        uid: int = STRANGER,
     ) -> None:
-        """What is called is refused with its code, and with nothing more."""
+        """What `run` calls is refused with its code, and with nothing more. `by`: or a new process's node."""
         answers: list[object] = []
         self._world.tell("blunder", what)
-        make(answers)
+        if isinstance(by, Worker):
+            by.do(partial(run, answers))
+        else:
+            self._world.kernel.spawn(f"stranger at {by}", partial(run, answers), uid=uid)
         self._wait(lambda: False, settle_s)
         if not self._wait(lambda: bool(answers), ANSWER_S) or answers != [code]:
             raise Violation(Check.REFUSED, f"{what}: {answers}, not {code}")
 
     def _call(self, worker: Worker, what: str, call: Call, answers: list[object]) -> None:
-        def run() -> None:
-            handle: Any = worker.handle
-            made: Any = f"wrong{self._world.take_number()}"
-            try:
-                if what == "pull":
-                    made = handle.pull(
-                        call.ref, call.lists, call.num_tokens, call.seconds, **call.more
-                    ).number
-                else:
-                    named = {"transfer_id": made, "lease_s": call.seconds} | call.more
-                    handle.publish(blocks=call.lists, num_tokens=call.num_tokens, **named)
-            except KvxferdError as error:
-                answers.append(error.code)
+        handle: Any = worker.handle
+        made: Any = f"wrong{self._world.take_number()}"
+        try:
+            if what == "pull":
+                made = handle.pull(call.ref, call.lists, call.num_tokens, call.seconds, **call.more).number
             else:
-                worker.answers[made] = answers
-
-        worker.do(run)
+                named = {"transfer_id": made, "lease_s": call.seconds} | call.more
+                handle.publish(blocks=call.lists, num_tokens=call.num_tokens, **named)
+        except KvxferdError as error:
+            answers.append(error.code)
+        else:
+            worker.answers[made] = answers
 
     def _check_growing(self, worker: Worker) -> None:
         """A rank that publishes what it has not written yet makes a wrong call about that."""
         name = self._rng.choice(sorted(OF_GROWING))
         code, act = OF_GROWING[name]
 
-        def make(answers: list[object]) -> None:
-            def run() -> None:
-                handle: Any = worker.handle
-                made = f"wrong{self._world.take_number()}"
-                ref = handle.publish(made, {}, NUM_TOKENS, ready_tokens=0)
-                try:
-                    act(handle, made)
-                except KvxferdError as error:
-                    answers.append(error.code)
-                    handle.unpublish(ref)
-                else:
-                    worker.answers[made] = answers
+        def run(answers: list[object]) -> None:
+            handle: Any = worker.handle
+            made = f"wrong{self._world.take_number()}"
+            ref = handle.publish(made, {}, NUM_TOKENS, ready_tokens=0)
+            try:
+                act(handle, made)
+            except KvxferdError as error:
+                answers.append(error.code)
+                handle.unpublish(ref)
+            else:
+                worker.answers[made] = answers
 
-            worker.do(run)
-
-        self._expect(code, f"{worker.name} says {name}", make)
+        self._expect(code, f"{worker.name} says {name}", run, worker)
 
     def _check_stranger(self, node: str, name: str) -> None:
         """A process that is no client hears why it is refused, and if its connection is closed."""
         code, sent = (OF_STRANGERS | OF_RANKS)[name]
 
-        def make(answers: list[object]) -> None:
-            def run() -> None:
-                stranger = RawWorker(str(self._world.socket_of(node)), hello=name in OF_RANKS)
-                if name in OF_RANKS:
-                    with SealedMemory.create(REGION_BYTES) as memory:
-                        if not self._world.traits.has_few_starts:
-                            refused = stranger.bring_ended_mover(SPEC, LAYOUT, memory.fd)
-                            if refused.code is not Code.MOVER_LOST:
-                                answers.append(refused)
-                        stranger.register(SPEC, LAYOUT, memory.fd)
-                for one in sent:
-                    stranger.raw(one if isinstance(one, bytes) else frame(one))
-                heard = stranger.await_one((worker_wire.Farewell, worker_wire.PublishRefused), ANSWER_S)
-                answers.append(heard and heard.code)
-                is_over = isinstance(heard, worker_wire.Farewell)
-                if is_over and (stranger.next(ANSWER_S) is not None or not stranger.ended):
-                    answers.append("goes on")
-                stranger.close()
+        def run(answers: list[object]) -> None:
+            stranger = RawWorker(str(self._world.socket_of(node)), hello=name in OF_RANKS)
+            if name in OF_RANKS:
+                with SealedMemory.create(REGION_BYTES) as memory:
+                    if not self._world.traits.has_few_starts:
+                        refused = stranger.bring_ended_mover(SPEC, LAYOUT, memory.fd)
+                        if refused.code is not Code.MOVER_LOST:
+                            answers.append(refused)
+                    stranger.register(SPEC, LAYOUT, memory.fd)
+            for one in sent:
+                stranger.raw(one if isinstance(one, bytes) else frame(one))
+            heard = stranger.await_one((worker_wire.Farewell, worker_wire.PublishRefused), ANSWER_S)
+            answers.append(heard and heard.code)
+            is_over = isinstance(heard, worker_wire.Farewell)
+            if is_over and (stranger.next(ANSWER_S) is not None or not stranger.ended):
+                answers.append("goes on")
+            stranger.close()
 
-            self._world.kernel.spawn(f"stranger at {node}", run, uid=STRANGER)
-
-        self._expect(code, f"a process sends {name} to {node}", make)
+        self._expect(code, f"a process sends {name} to {node}", run, node)
 
     def _check_no_daemon(self, node: str) -> None:
-        """A client hears at once that there is a daemon of another version, or can be none."""
-        kernel, path = self._world.kernel, self._world.socket_of(node)
-        code = self._rng.choice((Code.BAD_VERSION, Code.DAEMON_LOST))
-        path = path.with_name("other.sock") if code is Code.BAD_VERSION else path / "none"
+        """A client hears at once that there can be no daemon, and keeps nothing."""
+        path = self._world.socket_of(node) / "none"
 
-        def refuse() -> None:
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(str(path))
-                listener.listen()
-                kernel.wait(((listener.fileno(), select.EPOLLIN),), ANSWER_S)
-                made, _ = listener.accept()
-            path.unlink()
-            with made:
-                made.sendall(frame(worker_wire.Farewell(code=code, message="")))
-                kernel.wait(((made.fileno(), select.EPOLLHUP),), ANSWER_S)
+        def run(answers: list[object]) -> None:
+            before = self._world.num_fds()
+            try:
+                client.connect(path, timeout_s=2 * ANSWER_S)
+            except KvxferdError as error:
+                answers.append(error.code)
+            if num_left := self._world.num_fds() - before:
+                answers.append(f"{num_left} descriptors are left")
 
-        def make(answers: list[object]) -> None:
-            def run() -> None:
-                try:
-                    with client.connect(path, timeout_s=2 * ANSWER_S):
-                        answers.append("connected")
-                except KvxferdError as error:
-                    answers.append(error.code)
-
-            if code is Code.BAD_VERSION:
-                kernel.spawn(f"other daemon at {node}", refuse)
-            kernel.spawn(f"stranger at {node}", run, uid=STRANGER)
-
-        self._expect(code, f"a process looks for a daemon at {path.name} of {node}", make)
+        self._expect(Code.DAEMON_LOST, f"a process looks for a daemon behind that of {node}", run, node)
 
     def _check_wrong_daemon(self, worker: Worker, wrong: WrongMessage) -> None:
         """A client leaves a daemon that sends what is out of place, and keeps nothing that came from it."""
         text = f"a daemon sends {type(wrong.message).__name__} {wrong.carries} {wrong.to and 'to '}{wrong.to}"
-        self._expect("left", text, partial(wrong_daemons.start, worker, wrong), 3.0 + wrong.within_s)
+        start = partial(wrong_daemons.start, worker, wrong)
+        self._expect("left", text, start, worker.node, 3.0 + wrong.within_s)
 
     def _check_registration(self, worker: Worker) -> None:
         """A process cannot take the place of a rank, nor one beside it."""
@@ -570,22 +559,23 @@ class Blunders:
         assert spec is not None
         assert shape is not None
 
-        def make(answers: list[object]) -> None:
-            def run() -> None:
-                store, found = Store(shape, worker.engine.shape.memory), set[object]()
-                offered = change(Stranger(spec, shape.layout, store.regions))
-                with client.connect(self._world.socket_of(worker.node), timeout_s=5.0) as made:
-                    for _ in range(2):  # the connection can be used again
-                        try:
-                            worker.register_rank(made, *offered, ANSWER_S)
-                            found.add("registered")
-                        except KvxferdError as error:
-                            found.add(error.code)
-                answers.extend(found)
+        def run(answers: list[object]) -> None:
+            store, found = Store(shape, worker.engine.shape.memory), set[object]()
+            before = self._world.num_fds()
+            offered = change(Stranger(spec, shape.layout, store.regions))
+            with client.connect(self._world.socket_of(worker.node), timeout_s=5.0) as made:
+                for _ in range(2):  # the connection can be used again
+                    try:
+                        worker.register_rank(made, *offered, ANSWER_S)
+                        found.add("registered")
+                    except KvxferdError as error:
+                        found.add(error.code)
+            num_left = self._world.num_fds() - before
+            if num_left and worker.engine.shape.memory is not MemoryKind.RESIDENT:
+                found.add(f"{num_left} descriptors are left")
+            answers.extend(found)
 
-            self._world.kernel.spawn(f"stranger at {worker.node}", run, uid=uid)
-
-        self._expect(code, f"a process wants to be {worker.name} with {name}", make)
+        self._expect(code, f"a process wants to be {worker.name} with {name}", run, worker.node, uid=uid)
 
     def _check_other_model(self, worker: Worker, transfer: Transfer) -> None:
         """An engine of another model cannot read."""
@@ -599,19 +589,16 @@ class Blunders:
         engine = EngineId(f"other{self._world.take_number()}")
         end = End(transfer.transfer_id, engine, Rank(spec.pp_rank, spec.tp_rank))
 
-        def make(answers: list[object]) -> None:
-            def run() -> None:
-                with client.connect(self._world.socket_of(worker.node), timeout_s=5.0) as made:
-                    store = Store(shape, MemoryKind.SHARED)
-                    right = Stranger(replace(spec, engine_id=engine), shape.layout, store.regions)
-                    other = change(right)
-                    rank = made.register(other.spec, other.layout, other.regions, timeout_s=ANSWER_S)
-                    rank.pull(transfer.handed_on, own_lists(other.layout, drawn), NUM_TOKENS, ANSWER_S)
-                    self._world.kernel.wait(((rank.fileno(), select.EPOLLIN),), ANSWER_S)
-                    for event in rank.poll():
-                        answers.append(getattr(event, "code", event))
-                        self._world.heard[worker.node].ends[end._replace(code=answers[-1])] += 1
+        def run(answers: list[object]) -> None:
+            with client.connect(self._world.socket_of(worker.node), timeout_s=5.0) as made:
+                store = Store(shape, MemoryKind.SHARED)
+                right = Stranger(replace(spec, engine_id=engine), shape.layout, store.regions)
+                other = change(right)
+                rank = made.register(other.spec, other.layout, other.regions, timeout_s=ANSWER_S)
+                rank.pull(transfer.handed_on, own_lists(other.layout, drawn), NUM_TOKENS, ANSWER_S)
+                self._world.kernel.wait(((rank.fileno(), select.EPOLLIN),), ANSWER_S)
+                for event in rank.poll():
+                    answers.append(getattr(event, "code", event))
+                    self._world.heard[worker.node].ends[end._replace(code=answers[-1])] += 1
 
-            self._world.kernel.spawn(f"stranger at {worker.node}", run, uid=STRANGER)
-
-        self._expect(code, f"an engine like {worker.name} with {name} pulls", make)
+        self._expect(code, f"an engine like {worker.name} with {name} pulls", run, worker.node)

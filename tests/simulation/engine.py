@@ -56,8 +56,8 @@ REGISTER_S, LATE_REGISTER_S = 2.0, 20.0
 CANCEL_S = 4.0
 STAGED_S = 10.0  # after which a staged source that does not reply is gone
 CLIENT_GRACE_S = 0.5  # `client.pulls.DEADLINE_GRACE_S`: the client's own timer
-DEADLINES_S = (0.5, 3.0, 6.0, 12.0, 60.0)
 LAST_WORD_S = 1 / 16  # after its deadline, in which a mover may say that a pull is over
+DEADLINES_S = (0.5, 3.0, 6.0, 12.0, 60.0)
 DAEMON_GRACE_S = 0.1  # after a deadline, for the daemon's word to come
 TWO_TRIPS_S = 0.25
 KERNELS_S = (0.0, 0.001, 0.02, 0.3)
@@ -78,8 +78,9 @@ _TRACE = f"{7:032x}-{5:016x}"
 # Headers of requests' traces, with what references have of them.
 TRACES = {
     "": "", f"00-{_TRACE}-01": f"00-{_TRACE}-01", f"00-{_TRACE}-02": f"00-{_TRACE}-00",
-    f"cc-{_TRACE}-01-more": f"00-{_TRACE}-01", f"cc-{_TRACE}-01-{'more' * 200}": "", f"ff-{_TRACE}-01": "",
-    f"00-{_TRACE}-01-more": "", f"00-{0:032x}-{5:016x}-01": "", f"00-{7:032x}-{0:016x}-01": "",
+    f"cc-{_TRACE}-01-{'m' * 456}": f"00-{_TRACE}-01", f"cc-{_TRACE}-01-{'m' * 457}": "",
+    f"ff-{_TRACE}-01": "", f"00-{_TRACE}-01-more": "", f"00-{0:032x}-{5:016x}-01": "",
+    f"00-{7:032x}-{0:016x}-01": "",
 }  # fmt: skip
 
 
@@ -384,11 +385,7 @@ class Engine:
         for worker in self.ranks if self.is_ready else ():
             if prepares:
                 worker.do(lambda worker=worker: worker.prepare(transfer))
-            pull = partial(worker.pull, transfer, Wanted(), deadline_s)
-            if delay_s:
-                self.world.after(delay_s, worker.do, pull)
-            else:
-                worker.do(pull)
+            self.world.after(delay_s, worker.do, partial(worker.pull, transfer, Wanted(), deadline_s))
 
 
 class Worker:
@@ -507,16 +504,13 @@ class Worker:
     def _check_closed(self) -> None:
         """A closed session has given all of its descriptors back."""
         held = sum(store.num_fds for store in (self.store, *self.graves) if store is not None)
-        left = self.world.num_fds(self.process) - self._num_fds - held
-        is_resident = self.engine.shape.memory is MemoryKind.RESIDENT
-        if left > 0 and not is_resident:
-            self.world.violate(
-                Check.REST, f"{self.name} has closed its session, and holds {left} descriptors"
-            )
-        if not is_resident or not isinstance(self.handle, client.RankHandle):
-            return
-        if self.handle.memory_in_use and self.world.fabric.is_hurried:  # by nothing that a fault holds up
-            self.world.violate(Check.FREED, f"{self.name} has closed its session, and its memory is in use")
+        left = self.world.num_fds() - self._num_fds - held
+        what = f"{self.name} has closed its session"
+        if self.engine.shape.memory is not MemoryKind.RESIDENT:
+            if left > 0:
+                self.world.violate(Check.REST, f"{what}, and holds {left} descriptors")
+        elif self.world.fabric.is_hurried and getattr(self.handle, "memory_in_use", False):  # by no fault
+            self.world.violate(Check.FREED, f"{what}, and its memory is in use")
 
     def tell(self, what: str) -> None:
         """Add to the episode's story."""
@@ -563,7 +557,7 @@ class Worker:
 
     def _run(self) -> None:
         self._task = self.world.kernel.current
-        self._num_fds = self.world.num_fds(self.process)
+        self._num_fds = self.world.num_fds()
         while not self._register():
             self.world.kernel.sleep(RETRY_S)
         self.tell("is registered")
@@ -653,8 +647,9 @@ class Worker:
         assert self.handle is not None
         begins_with, *steps = transfer.steps
         kernels = self._write_on_all(transfer, 0, begins_with)
-        trace = self.world.rng.choice([*TRACES])
+        trace, nonce = self.world.rng.choice([*TRACES]), f"{self.world.rng.getrandbits(128):032x}"
         try:
+            announced = self.handle.reference(transfer.transfer_id, nonce)
             transfer.ref = self.handle.publish(
                 transfer.transfer_id,
                 transfer.parts[0],
@@ -664,6 +659,7 @@ class Worker:
                 after=kernels,
                 traceparent=trace,
                 ready_tokens=begins_with if steps else None,
+                nonce=nonce if transfer.number % 2 else None,
             )
         except KvxferdError as error:
             self.tell(f"cannot publish {transfer.transfer_id}: {error}")
@@ -672,6 +668,8 @@ class Worker:
         transfer.published_at = self.world.kernel.now
         if transfer.ref.traceparent != TRACES[trace]:
             self.world.violate(Check.PUBLISHED, f"{transfer.ref} has the trace {trace!r}")
+        if (transfer.ref == announced) is not bool(transfer.number % 2):
+            self.world.violate(Check.PUBLISHED, f"{transfer.ref} was announced as {announced}")
         self.tell(f"publishes {transfer.transfer_id}, {transfer.steps} tokens in {_text_of(transfer.lists)}")
         self._expect_release(transfer)
         of_engine = [one for one in self.transfers.values() if one.ref is not None]
@@ -683,8 +681,7 @@ class Worker:
             self.add_later(transfer, 1)
         for worker in transfer.workers if shape.says_ready else [self]:
             if worker.store is not None:
-                first = 1 if worker is self else 0
-                worker.report_later(transfer, first)
+                worker.report_later(transfer, int(worker is self))
 
     def _write_on_all(self, transfer: Transfer, start: int, step: int) -> Kernels:
         """Write tokens on this rank; on all, where this one reports for them. Return this one's kernels."""
@@ -1278,7 +1275,7 @@ class Worker:
             case client.Failed():
                 self._ended(event.ticket.number, "failed" if event.safe_to_reuse else "in-doubt", event)
             case client.Quiesced():
-                self._quiesced(event.ticket.number)
+                self._quiesced(event.ticket.number, event)
             case client.Released():
                 self._released(event.transfer_id, event.why)
             case client.PublishRefused():
@@ -1295,6 +1292,7 @@ class Worker:
             return
         world, now = self.world, self.world.kernel.now
         pull.ended, pull.why = how, getattr(event, "message", "")
+        self._check_event(pull, event)
         if "the daemon is silent" in pull.why:
             pull.is_given_up = True
             self.world.unsure_counts.add(self.node)
@@ -1366,7 +1364,6 @@ class Worker:
         if wrong := self.store.wrong(pull.lists, pull.transfer.number, pull.transfer.num_tokens):
             self.world.violate(Check.RIGHT_BYTES, f"pull {ticket} of {self.name}: {wrong}")
         self._check_bytes(pull, event)
-        self.world.num_checked += 1
         reader = f"{self.engine.shape.name} {self.generation}"
         pull.transfer.delivered.setdefault(reader, set()).add(self)
         transfer = pull.transfer
@@ -1399,7 +1396,7 @@ class Worker:
             text = f"pull {ticket} of {self.name} names {event.bytes} bytes: its rank holds {wanted}"
             self.world.violate(Check.ALL_BYTES, text)
 
-    def _quiesced(self, ticket: int) -> None:
+    def _quiesced(self, ticket: int, event: client.Quiesced) -> None:
         pull = self.pulls.get(ticket)
         if pull is None or pull.ended != "in-doubt":
             self.world.violate(
@@ -1407,7 +1404,20 @@ class Worker:
             )
             return
         pull.is_quiesced = True
+        self._check_event(pull, event)
         self._free(pull)
+
+    def _check_event(self, pull: Pull, event: client.Delivered | client.Failed | client.Quiesced) -> None:
+        """An end names its pull's ticket, which knows of it, and the blocks as they were given."""
+        known = {"delivered": (True,), "failed": (False,), "in-doubt": (None, False)}[pull.ended]
+        is_wrong = event.ticket is not pull.ticket or event.ticket.delivered not in known
+        if isinstance(event, client.Failed):
+            is_busy = event.code == Code.BUSY and "were cut off" not in event.message  # by its own limit
+            is_wrong |= (event.retry_after_s > 0.0) is not is_busy
+        if is_wrong or _text_of(getattr(event, "blocks", pull.lists)) != _text_of(pull.lists):
+            self.world.violate(
+                Check.ONE_END, f"{self.name} hears {event}, delivered: {event.ticket.delivered}"
+            )
 
     def _free(self, pull: Pull) -> None:
         assert pull.ticket is not None

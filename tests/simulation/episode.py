@@ -277,9 +277,8 @@ class Episode:
 
         if not self._wait(is_at_rest, REST_S, LOOK_S):
             raise Violation(Check.REST, "; ".join(self._left()))
-        for engine in self.world.engines:
-            for worker in engine.workers:
-                worker.check_memory()
+        for worker in self.world.workers:
+            worker.check_memory()
         self._wait(lambda: True, 0.0)
         if self.world.violation is not None:
             raise self.world.violation
@@ -317,7 +316,7 @@ class Episode:
             if (transfer := source.publish(1)) is not None:
                 self.rng.choice(self.world.sinks).pull(transfer)
         self.world.kernel.sleep(self.rng.choice(LEAVE_AFTER_S))
-        workers = [worker for engine in self.world.engines for worker in engine.workers]
+        workers = self.world.workers
         for worker in workers:
             worker.do(worker.leave)
         if not self._wait(lambda: not any(worker.is_alive for worker in workers), LEAVE_S):

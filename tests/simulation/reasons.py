@@ -52,7 +52,6 @@ class Reasons:
     def __init__(self, world: World) -> None:
         self._world = world
         self._struck = world.expectations.disturb
-        self.num_judged = self.num_excused = 0  # of failed pulls
         world.expectations.is_halted = self._is_halted
         world.kernel.on_strike = self.process_struck
         world.network.on_strike = self.link_struck
@@ -139,7 +138,6 @@ class Reasons:
             return "nothing like it has happened"
         if "transfer.max_hold_s" in event.message and not pull.is_progressive:
             return "it waits for no source"
-        self.num_judged += 1
         is_withdrawn = transfer.is_withdrawn or transfer.is_over or transfer.abandoned
         for worker in (transfer.publisher, pull.worker):  # a later generation has taken over
             is_withdrawn = is_withdrawn or worker.generation != worker.engine.generation
@@ -153,7 +151,6 @@ class Reasons:
             pull.is_cancelled or is_withdrawn or is_late or is_short or is_full or has_doubts
             or code == Code.BUSY or self._is_any_struck(pull)
         ):  # fmt: skip
-            self.num_excused += 1
             return ""
         return "nothing that concerns it has happened"
 

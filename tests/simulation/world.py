@@ -53,7 +53,7 @@ from tests.simulation.history import Heard
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network, Wire, name_of
 from tests.simulation.node import Nodes
-from tests.simulation.reasons import Reasons
+from tests.simulation.reasons import OF_LIARS, Reasons
 from tests.simulation.safety import Words, mappings
 from tests.simulation.store import Store
 from tests.support.fake_driver import FakeDriver
@@ -283,6 +283,7 @@ class World:
         self.reasons = Reasons(self)
         self.directory = Path(tempfile.mkdtemp())
         self.daemons: dict[str, Process] = {}
+        self.engines: list[Engine] = []
         is_of_one_node = all(len({*shape.nodes}) == 1 for shape in shapes)
         self.forgets_owners = is_of_one_node and "owned_ranks" not in traits.low_numbers
         self.is_at_rest = False  # nothing shows any more of what went wrong
@@ -291,7 +292,6 @@ class World:
         self.wanted: list[Wanted] = []
         self.heard: defaultdict[str, Heard] = defaultdict(Heard)  # by node
         self.unsure_counts: set[str] = set()  # nodes whose daemon was restarted, or a worker died there
-        self.num_checked = 0
         self.on_pull: Callable[[], None] = lambda: None
         self.on_warning: Callable[[str], None] = lambda text: None
         # What happens, and how soon, to the movers that reach a moment next.
@@ -395,6 +395,11 @@ class World:
         return [engine for engine in self.engines if not engine.shape.is_source]
 
     @property
+    def workers(self) -> list[Worker]:
+        """The processes of all engines."""
+        return [worker for engine in self.engines for worker in engine.workers]
+
+    @property
     def is_ready(self) -> bool:
         """Whether every engine is registered."""
         return all(engine.is_ready for engine in self.engines)
@@ -441,9 +446,8 @@ class World:
         if self.violation is None:
             self.violation = Violation(check, text)
             self.tell("oracle", str(self.violation))
-            for engine in self.engines:
-                for worker in engine.workers:
-                    self.tell("oracle", worker.describe())
+            for worker in self.workers:
+                self.tell("oracle", worker.describe())
 
     def _misused(self, kind: str, text: str) -> None:
         self.violate(Check.LIBRARY, text)
@@ -476,8 +480,17 @@ class World:
         self.tell(f"{process} logs", f"{text} {detail}".rstrip())
         if level >= logging.WARNING:
             self.on_warning(f"{process} warns: {text}")
+        if "event=worker session closed" in text:
+            self._check_session_closed(text)
         if is_exception:
             self.violate(Check.NO_BUG, f"{process} logs an exception: {text}")
+
+    def _check_session_closed(self, text: str) -> None:
+        """No process of an engine sends what is out of place, though its connection may break in a frame."""
+        is_own = any(f"pid={one.process.pid} " in text for one in self.workers)
+        is_broken = "inside a frame" in text or "were cut off" in text
+        if is_own and not is_broken and any(f"code={code} " in text for code in OF_LIARS):
+            self.violate(Check.REASON, text)
 
     # --- what goes wrong below
 
@@ -505,10 +518,10 @@ class World:
         for planned in self.planned_at.values():
             planned.clear()
 
-    def num_fds(self, process: Process) -> int:
-        """Return how many descriptors a process has."""
+    def num_fds(self) -> int:
+        """Return how many descriptors the running process has."""
         self.kernel.lift_fd_limit()
-        return len(os.listdir(f"/proc/self/task/{process.thread_id}/fd"))
+        return len(os.listdir(f"/proc/self/task/{self.kernel.current.process.thread_id}/fd"))
 
 
 def _descends(process: Process, of: Process) -> bool:

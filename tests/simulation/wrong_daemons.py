@@ -7,6 +7,7 @@ import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 
 from kvxferd import client
 from kvxferd.client.session import HANDSHAKE_TIMEOUT_S
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.frame_socket import FrameSocket, close_fds
 from kvxferd.ids import Ticket
 from kvxferd.memory import FencePage
@@ -36,6 +37,7 @@ class WrongMessage(NamedTuple):
     message: Message | None  # None: nothing is sent
     carries: str = ""  # "page" or "pidfd"
     within_s: float = LEAVES_S
+    ends: tuple[Code, ...] = ()  # what its client hears: a rank that has published, and pulls
 
 
 WELCOME = wire.Welcome(version=wire.WORKER_VERSIONS.newest, boot_id="boot", lease_s=8.0, max_hold_s=20.0)
@@ -43,6 +45,7 @@ REGISTERED = wire.Registered(request=1, endpoint="tcp://10.0.0.1:9441")
 REFUSED = wire.Refused(request=1, code=Code.BUSY, message="")
 OFFERED = wire.MoverOffered(number=1)
 DELIVERED = wire.TicketDelivered(ticket=Ticket(1), bytes=1, runs=1, wire_s=0.0)
+FAREWELL = wire.Farewell(code=Code.REGION_INVALID, message="")  # which no other attempt changes
 FOR_REGISTERED = (
     WELCOME, REGISTERED, replace(REFUSED, request=2), wire.FdsRequest(request=2), OFFERED, DELIVERED,
     wire.Suspended(), wire.MoverRequest(), wire.PullsInterrupted(number=1, tickets=()),
@@ -61,6 +64,10 @@ WRONG = [
     WrongMessage("Register", OFFERED, "page"),  # which nobody can wait for
     WrongMessage("", REGISTERED, "page"),
     WrongMessage("", wire.MoverChanged(), "page"),
+    WrongMessage("Hello", replace(FAREWELL, code=Code.BAD_VERSION), ends=(Code.BAD_VERSION,)),
+    WrongMessage("Register", FAREWELL, ends=(FAREWELL.code,)),
+    WrongMessage("PullRequest", replace(FAREWELL, code=Code.NOT_ALLOWED), ends=(Code.DAEMON_LOST,)),
+    WrongMessage("PullRequest", FAREWELL, ends=(Code.PUBLISHER_GONE, FAREWELL.code, FAREWELL.code)),
     *(WrongMessage("Register", one) for one in FOR_REGISTERED),
     *(WrongMessage("", one) for one in BEHIND_ALL),
 ]
@@ -100,20 +107,30 @@ def serve(path: Path, wrong: WrongMessage, wait: Callable[[int, float], bool], a
     link.close()
 
 
-def be_client(path: Path, worker: Worker, stays_s: float, answers: list[object]) -> None:
-    """Be a rank like this worker, for a while; add to `answers` what is left of that."""
+def be_client(path: Path, worker: Worker, wrong: WrongMessage, answers: list[object]) -> None:
+    """Be a rank like this worker, for a while; add to `answers` what is not as it should be then."""
     kernel, world = worker.world.kernel, worker.world
     assert worker.spec is not None
     assert worker.shape is not None
-    store = Store(worker.shape, MemoryKind.SHARED)
-    before = world.num_fds(kernel.current.process)
-    with (
-        suppress(KvxferdError),
-        client.connect(path, timeout_s=stays_s) as made,
-        made.register(worker.spec, worker.shape.layout, store.regions, stays_s),
-    ):
-        kernel.sleep(stays_s)
-    if (left := world.num_fds(kernel.current.process) - before) > 0:
+    store, stays_s = Store(worker.shape, MemoryKind.SHARED), wrong.within_s + STAYS_S
+    before = world.num_fds()
+    register = partial(client.Client.register, engine=worker.spec, layout=worker.shape.layout)
+    try:
+        with (
+            client.connect(path, timeout_s=stays_s) as made,
+            register(made, regions=store.regions, timeout_s=stays_s) as rank,
+        ):
+            with suppress(EngineError):
+                register(made, regions=store.regions)
+                answers.append("it is a rank twice")
+            rank.pull(rank.publish("t1", {}, 1), {}, 1, stays_s)
+            kernel.sleep(stays_s)
+            ends = [event.why if isinstance(event, client.Released) else event.code for event in rank.poll()]
+    except KvxferdError as error:
+        ends = [error.code]
+    if wrong.ends and tuple(ends) != wrong.ends:
+        answers.append(f"it hears {ends}")
+    if (left := world.num_fds() - before) > 0:
         answers.append(f"{left} descriptors are left")
 
 
@@ -125,6 +142,4 @@ def start(worker: Worker, wrong: WrongMessage, answers: list[object]) -> None:
         return kernel.wait(((fd, select.EPOLLIN),), within_s)
 
     kernel.spawn(f"wrong daemon at {worker.node}", lambda: serve(path, wrong, wait, answers))
-    kernel.spawn(
-        f"its client at {worker.node}", lambda: be_client(path, worker, wrong.within_s + STAYS_S, answers)
-    )
+    kernel.spawn(f"its client at {worker.node}", lambda: be_client(path, worker, wrong, answers))
