@@ -65,8 +65,6 @@ def choose_holder(ranks: Iterable[Rank], preferred: int) -> Rank:
 
 def needed_shards(local: TokenShard, remote: TokenShard) -> tuple[int, ...]:
     """Return which of the remote's token shards hold tokens of the local one, in ascending order."""
-    if local.count == 1:
-        return tuple(range(remote.count))
     return tuple(
         sorted({token // remote.interleave % remote.count for token in _local_tokens(local, remote)})
     )
