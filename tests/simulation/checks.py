@@ -24,7 +24,7 @@ class Check(StrEnum):
     """The promises."""
 
     RIGHT_BYTES = "a delivered pull has exactly the published bytes"
-    ALL_BYTES = "a delivered pull names as many bytes as its rank holds of the request"
+    ALL_BYTES = "a delivered pull names as many bytes, and runs, as its rank holds of the request"
     UNTOUCHED = "nobody writes blocks that are not a pull's"
     BEFORE_KERNELS = "nobody writes blocks before the kernels that use them have ended"
     NOT_WHOLE = "a pull that is not progressive reads nothing before all is written"

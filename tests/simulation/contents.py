@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.ma  # as `np.unique` would, maybe where no descriptor is left
 import numpy.typing as npt
 
 from kvxferd.client import BlockList
 from kvxferd.ids import RegionId
 from kvxferd.layout import CacheTensor, Group, GroupKind, PackedBlocks, RankLayout, pack_ids
 from tests.simulation.shapes import span_of
-from tests.support.brute_force import STATE, items
+from tests.support.brute_force import items
 
 Bytes = npt.NDArray[np.uint8]
 Memories = Mapping[RegionId, Bytes]  # a rank's, by region
@@ -58,11 +59,15 @@ class _Listed(NamedTuple):
     token: npt.NDArray[np.int64]
     end: npt.NDArray[np.int64]
 
-    def content(self, request: int) -> Bytes:
-        """Return the right bytes."""
+    def names(self, request: int) -> npt.NDArray[np.uint64]:
+        """Return a name for each byte, the same on every rank."""
         mixed = self.token.astype(np.uint64) * _TOKEN_FACTOR + np.uint64(request << 32)
         mixed = (mixed ^ (mixed >> np.uint64(29))) * _FACTOR ^ self.spots.seed
-        return (mixed * _FACTOR >> np.uint64(56)).astype(np.uint8)
+        return mixed * _FACTOR
+
+    def content(self, request: int) -> Bytes:
+        """Return the right bytes."""
+        return (self.names(request) >> np.uint64(56)).astype(np.uint8)
 
     def describe(self, row: int, column: int) -> str:
         """Return where a byte belongs."""
@@ -84,9 +89,7 @@ class Contents:
         So an item of several tokens is written once, when it is complete.
         """
         for one in self._listed(lists):
-            chosen = one.end > start
-            if end is not None:
-                chosen &= one.end <= end
+            chosen = (one.end > start) & (one.end <= (np.inf if end is None else end))
             memories[one.spots.region][one.at[chosen]] = one.content(request)[chosen]
 
     def check(self, memories: Memories, lists: Lists, request: int, num_tokens: int) -> Wrong:
@@ -114,6 +117,15 @@ class Contents:
         """Set all bytes of some blocks."""
         for spots in self._spots[group]:
             memories[spots.region][spots.at[list(blocks)]] = value
+
+    def bytes_of(self, lists: Lists) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """Return the name of each byte of the listed blocks, and its place; regions are apart."""
+        regions = sorted({spots.region for of_group in self._spots.values() for spots in of_group})
+        names, places = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+        for one in self._listed(lists):
+            names.append(one.names(0).ravel())
+            places.append((one.at + (regions.index(one.spots.region) << 32)).ravel())
+        return np.concatenate(names), np.concatenate(places)
 
     def _listed(self, lists: Lists) -> Iterator[_Listed]:
         for name, of_group in self._spots.items():
@@ -159,25 +171,19 @@ def _columns(tensor: CacheTensor, group: Group) -> tuple[npt.NDArray[Any], ...]:
     )
 
 
-def expected_bytes(sink: RankLayout, sources: Iterable[RankLayout], mine: Lists, theirs: Lists) -> int:
-    """Return the bytes that `Delivered` must name: of every item for which both sides have listed a block.
+def least_reads(sink: Contents, sources: Iterable[Contents], mine: Lists, theirs: Lists) -> tuple[int, ...]:
+    """Return what one rank reads of a request: every item for which both sides have listed a block.
 
-    `mine` are the rank's lists, `theirs` those that the source has published; `sources` are all its ranks.
+    That is how many bytes, and how many ranges at least that are contiguous on both sides. `mine` are its
+    lists, `theirs` those that the source has published. `sources` are all its ranks: of those that hold a
+    byte the first one is read.
     """
-    theirs_of = {}
-    for layout in sources:
-        groups = {group.name: group for group in layout.groups}
-        theirs_of |= {(t.layer, t.component): groups[t.group] for t in layout.tensors}
-    groups, total = {group.name: group for group in sink.groups}, 0
-    for tensor in sink.tensors:
-        other = theirs_of[tensor.layer, tensor.component]
-        own, published = mine[tensor.group], theirs[other.name]
-        end = published.first_token + len(published.ids) * span_of(other)
-        num_items = sum(
-            token == STATE or published.first_token <= token < end
-            for token, _, _ in items(
-                groups[tensor.group], tensor, PackedBlocks(pack_ids(own.ids), own.first_token)
-            )
-        )
-        total += num_items * tensor.num_units * tensor.content_bytes
-    return total
+    wanted, local = sink.bytes_of(mine)
+    held, places = zip(*(source.bytes_of(theirs) for source in sources), strict=True)
+    remote = np.concatenate([one + (number << 48) for number, one in enumerate(places)])
+    names, first = np.unique(np.concatenate(held), return_index=True)
+    order = np.argsort(local)
+    order = order[np.isin(wanted[order], names)]
+    local, at = local[order], remote[first[np.searchsorted(names, wanted[order])]]
+    num_breaks = np.count_nonzero((np.diff(local) != 1) | (np.diff(at) != 1))
+    return len(order), int(num_breaks) + min(1, len(order))

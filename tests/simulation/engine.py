@@ -19,7 +19,7 @@ from kvxferd.ids import EngineId, Generation, Rank, TransferId
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
 from kvxferd.wire.common import RefLike
 from tests.simulation.checks import Check
-from tests.simulation.contents import Lists, expected_bytes
+from tests.simulation.contents import Lists, least_reads
 from tests.simulation.fabric import Pace, SimTransport
 from tests.simulation.history import End
 from tests.simulation.kernel import Process, Task
@@ -33,7 +33,7 @@ from tests.simulation.shapes import (
     own_lists,
     split_publish,
 )
-from tests.simulation.store import WITH_GPU, MemoryKind, Store
+from tests.simulation.store import WITH_GPU, MemoryKind, Store, contents_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -65,6 +65,7 @@ MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer, and a progressive p
 FEW_READERS = {"acknowledged", "core.source.transfer_table MAX_READERS"}  # of `LOW_NUMBERS`
 LEASE_S = 8.0  # of a transfer that names none, and of a grant
 LEASES_S = (LEASE_S, 4.0, 2.0, 12.0) * 5 + (0.2,)  # the last may be over before the blocks are written
+IN_PARTS = "resident.thread_mover MAX_RUNS_AT_ONCE"  # between which runs are not joined
 LOW_LIMIT = 3  # of an engine's transfers, and of a rank's pulls, where limits are low
 PIECE_S = 0.9  # within which a pull at rest has read a first piece
 REFUSED_S = 3.0  # within which what is too much has been refused
@@ -1387,14 +1388,19 @@ class Worker:
             )
 
     def _check_bytes(self, pull: Pull, event: client.Delivered) -> None:
-        """A delivered pull names as many bytes as its rank holds of the request."""
+        """A delivered pull names as many bytes as its rank holds of the request, and how they are read."""
         assert self.shape is not None
-        sources = pull.transfer.publisher.engine.shape.deployment.layouts.values()
-        wanted = expected_bytes(self.shape.layout, sources, pull.lists, pull.transfer.lists)
-        if event.bytes != wanted:
-            ticket = event.ticket.number
-            text = f"pull {ticket} of {self.name} names {event.bytes} bytes: its rank holds {wanted}"
-            self.world.violate(Check.ALL_BYTES, text)
+        spec, held = self.shape.spec, pull.transfer.publisher.engine.shape.deployment.layouts
+        # Readers are spread over ranks that hold the same.
+        own = spec.tp_rank * len({rank.tp_rank for rank in held}) // spec.tp_size
+        ranks = sorted(held, key=lambda rank: (rank.tp_rank < own, rank.tp_rank))
+        sources = [contents_of(held[rank]) for rank in ranks]
+        sink, theirs, traits = contents_of(self.shape.layout), pull.transfer.lists, self.world.traits
+        num_bytes, num_runs = least_reads(sink, sources, pull.lists, theirs)
+        may_be_cut = traits.read != "direct" or pull.is_progressive or IN_PARTS in traits.small_numbers
+        if event.bytes != num_bytes or not num_runs <= event.runs <= (event.runs if may_be_cut else num_runs):
+            what = f"pull {event.ticket.number} of {self.name} names {event.bytes} bytes in {event.runs} runs"
+            self.world.violate(Check.ALL_BYTES, f"{what}: its rank holds {num_bytes} in {num_runs}")
 
     def _quiesced(self, ticket: int, event: client.Quiesced) -> None:
         pull = self.pulls.get(ticket)

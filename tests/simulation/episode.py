@@ -176,7 +176,7 @@ class Episode:
                     says_ready=rng.random() < 0.4,
                     has_gpu=rng.random() < 0.25,
                     grows=rng.random() < 0.5,
-                    memory=rng.choices([*MemoryKind], (11, 3, 3, 3))[0],
+                    memory=rng.choices([*MemoryKind], (9, 3, 5, 3))[0],
                     uid=rng.choice((0, 0, 1000, 1001)),
                 )
             )
