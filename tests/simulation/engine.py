@@ -1418,8 +1418,9 @@ class Worker:
         known = {"delivered": (True,), "failed": (False,), "in-doubt": (None, False)}[pull.ended]
         is_wrong = event.ticket is not pull.ticket or event.ticket.delivered not in known
         if isinstance(event, client.Failed):
-            is_busy = event.code == Code.BUSY and "were cut off" not in event.message  # by its own limit
-            is_wrong |= (event.retry_after_s > 0.0) is not is_busy
+            is_own_limit = "were cut off" in event.message
+            ends_soon = event.code in (Code.BUSY, Code.SOURCE_STALLED) and not is_own_limit
+            is_wrong |= (event.retry_after_s > 0.0) is not ends_soon
         if is_wrong or _text_of(getattr(event, "blocks", pull.lists)) != _text_of(pull.lists):
             self.world.violate(
                 Check.ONE_END, f"{self.name} hears {event}, delivered: {event.ticket.delivered}"
