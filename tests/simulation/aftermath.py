@@ -237,10 +237,13 @@ class Aftermath:
             soon_s += SLOW_S
         if hardship is Hardship.MOVERS_DIE and world.traits.has_few_starts:
             soon_s += len(world.movers_of(source.shape.nodes[0])) / REGISTER_PER_S
-        if hardship is Hardship.READERS_MOVER_DIES and world.traits.placement == "staged":
+        is_staged = world.traits.placement == "staged"
+        if hardship is Hardship.READERS_MOVER_DIES and is_staged:
             soon_s += CHUNK_KEPT_S
         if hardship in (Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS) and spans:
             soon_s += JOINED_S
+        elif hardship in (Hardship.SOURCE_RESTARTS, Hardship.MOVERS_DIE) and is_staged:
+            soon_s += CHUNK_REPLY_TIMEOUT_S
         first = {pull.worker: pull.began for pull in reversed(transfer.pulls)}
         since = max(transfer.whole_at, began + STOPPED_S.get(hardship, 0.0), *first.values())
         if world.kernel.now > since + soon_s:
