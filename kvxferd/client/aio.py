@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from kvxferd.client.events import Disconnected, Event
+from kvxferd.client.events import Event
 from kvxferd.client.rank import Publisher
 from kvxferd.errors import KvxferdError
 
@@ -23,12 +23,13 @@ T = TypeVar("T")
 
 
 async def events(session: Publisher) -> AsyncIterator[Event]:
-    """Yield a session's events, oldest first, until `Disconnected` and the end of every pull have come.
+    """Yield a session's events, oldest first, until none is to come: see `Disconnected`.
 
-    One task iterates, nothing else calls `poll`, and the iteration has ended before the session is closed.
+    One task iterates, nothing else calls `poll`, and the iteration has ended, or its task was cancelled,
+    before the session is closed. Who leaves the loop early may lose events that have come.
     """
-    loop, is_over = asyncio.get_running_loop(), False
-    while not is_over or session.has_pulls:
+    loop = asyncio.get_running_loop()
+    while not session.is_over:
         readable, fd = asyncio.Event(), session.fileno()
         loop.add_reader(fd, readable.set)
         try:
@@ -37,7 +38,6 @@ async def events(session: Publisher) -> AsyncIterator[Event]:
             loop.remove_reader(fd)
         for event in session.poll():
             yield event
-            is_over = is_over or isinstance(event, Disconnected)
     for event in session.poll():  # that have come since
         yield event
 

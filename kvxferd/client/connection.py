@@ -200,6 +200,12 @@ class Connection:
             self.session.cancel(ticket)
             self.flush()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the session has ended, and with it all that makes events."""
+        with self.lock:
+            return self.session.close_reason is not None and (self._closing or not self.session.awaits_movers)
+
     def fileno(self) -> int:
         """Return the descriptor that is readable while there are events; -1 after `close`."""
         return -1 if self._events_epoll.closed else self._events_epoll.fileno()

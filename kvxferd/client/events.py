@@ -69,7 +69,8 @@ class Failed:
         blocks: those given to `pull`, as they were then.
         safe_to_reuse: False: a transport may still write the blocks; keep them out of use until
             `Quiesced` with the same ticket.
-        retry_after_s: with the code `busy`, the seconds after which pulling again may help; else 0.
+        retry_after_s: with the codes `busy` and `source-stalled`, the seconds after which pulling again may
+            help; else 0.
     """
 
     ticket: PullTicket
@@ -97,7 +98,8 @@ class Quiesced:
 class Disconnected:
     """The session has ended; every later call raises KvxferdError with this code.
 
-    A daemon that merely goes away does not cause it: the client reconnects to the next one by itself.
+    A daemon that merely goes away does not cause it: the client reconnects to the next one by itself. While
+    movers of the session run, the ends of pulls and `Suspended` may come behind it.
     """
 
     code: Code

@@ -171,10 +171,9 @@ class Publisher:
         return self._session.state is SessionState.READY
 
     @property
-    def has_pulls(self) -> bool:
-        """Whether a pull has not ended, or its blocks are in doubt, so that an event of it is to come."""
-        with self._connection.lock:
-            return self._session.has_live_pulls
+    def is_over(self) -> bool:
+        """Whether the session has ended, and no event is to come but those that `poll` returns at once."""
+        return self._connection.is_over
 
     @property
     def is_suspended(self) -> bool:

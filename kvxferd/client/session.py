@@ -285,6 +285,11 @@ class ClientSession(SessionRequests):
         """Whether a mover may report a delivery."""
         return len(self._pulls) > 0
 
+    @property
+    def awaits_movers(self) -> bool:
+        """Whether a mover's word or end makes an event, also where the session has ended."""
+        return self.has_live_pulls or self.registration.memory_state is MemoryState.SUSPENDING
+
     def handle_delivered_by_mover(self, delivered: worker.TicketDelivered) -> None:
         """Handle a mover's own Delivered. Raises KvxferdError as `handle` does."""
         self._pulls.handle_delivered_by_mover(delivered)

@@ -247,7 +247,7 @@ class Refused(Message, frozen=True):
     request: int
     code: Code
     message: str
-    retry_after_s: float = 0.0  # with the code `busy`
+    retry_after_s: float = 0.0  # with the codes `busy` and `source-stalled`
 
 
 class TicketDelivered(Message, frozen=True):
@@ -266,7 +266,7 @@ class TicketFailed(Message, frozen=True):
     code: Code
     message: str
     safe_to_reuse: bool
-    retry_after_s: float = 0.0  # with the code `busy`
+    retry_after_s: float = 0.0  # with the codes `busy` and `source-stalled`
 
 
 class TicketQuiesced(Message, frozen=True):

@@ -272,9 +272,8 @@ class Home:
             self._owners.forget(record.spec.key, record.spec.rank)
 
     def _silent_members(self, engine_id: EngineId) -> list[MemberRank]:
-        since = self._context.now - self._context.settings.member_silent_after_s
         records = [r for engine in self._registry.generations_of(engine_id) for r in engine.ranks.values()]
-        return [r for r in records if isinstance(r, MemberRank) and r.last_seen_at <= since]
+        return [r for r in records if isinstance(r, MemberRank) and self._registry.is_silent(r)]
 
     def find_member(self, key: EngineKey, rank: Rank) -> MemberRank | None:
         """Return a rank that another daemon has joined; None: there is none."""

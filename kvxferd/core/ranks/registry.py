@@ -100,7 +100,7 @@ class Registry:
     """The engines that are here. There is at most one record for each rank and generation."""
 
     def __init__(self, context: NodeContext, owners: Owners) -> None:
-        self._endpoint = context.endpoint
+        self._context = context
         self._share = context.ledger[RANKS]
         self.owners = owners
         self._engines: dict[EngineId, dict[EngineKey, LocalEngine]] = {}  # of an id the oldest first
@@ -119,8 +119,18 @@ class Registry:
         return self._engines.get(key.engine_id, {}).get(key)
 
     def newest(self, engine_id: EngineId) -> EngineKey | None:
-        """Return the generation that started last, of those that are here."""
-        return next(reversed(self._engines.get(engine_id, {})), None)
+        """Return the generation that started last, of those that are here.
+
+        One of which nothing is heard has maybe ended with its nodes: it supersedes no other.
+        """
+        generations = self.generations_of(engine_id)
+        heard = [one for one in generations if not all(map(self.is_silent, one.ranks.values()))]
+        return (heard or generations)[-1].key if generations else None
+
+    def is_silent(self, record: RankRecord) -> bool:
+        """Whether the daemon of another node that has joined the rank has sent nothing for too long."""
+        limit_s = self._context.settings.member_silent_after_s
+        return isinstance(record, MemberRank) and record.last_seen_at <= self._context.now - limit_s
 
     def users_of(self, engine_id: EngineId) -> set[int]:
         """Return the users of the local ranks of the newest generation, or if it has none the last owner."""
@@ -171,7 +181,7 @@ class Registry:
 
     def is_home(self, spec: EngineSpec) -> bool:
         """Whether this daemon is the engine's home."""
-        return spec.home in ("", self._endpoint)
+        return spec.home in ("", self._context.endpoint)
 
     def generations_of(self, engine_id: EngineId) -> list[LocalEngine]:
         """Return every generation of the engine that is here, the oldest first."""

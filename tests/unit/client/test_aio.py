@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 
 import pytest
 
 from kvxferd.client.aio import events, in_thread
-from kvxferd.client.events import Delivered, Disconnected, Failed
+from kvxferd.client.events import Delivered, Disconnected, Event, Failed, Suspended
 from kvxferd.errors import Code
 from kvxferd.wire import worker
 from tests.support.client_harness import Stage, delivered
@@ -31,15 +32,34 @@ async def test_events_come_as_they_are_emitted_until_the_session_is_over(stage: 
     assert [type(event) for event in rest] == [Disconnected]
 
 
-async def test_a_pull_that_runs_as_the_session_ends_has_its_event_too(stage: Stage) -> None:
+async def test_what_movers_still_do_as_a_session_ends_has_its_events_too(stage: Stage) -> None:
     rank = await asyncio.to_thread(stage.rank)
     ticket = await asyncio.to_thread(stage.pull, rank)
+    rank.suspend()
     stage.side.say(worker.Farewell(code=Code.BAD_VERSION, message="upgrade"))
     stream = events(rank)
     assert isinstance(await asyncio.wait_for(anext(stream), 10), Disconnected)
-    failed = await asyncio.wait_for(anext(stream), 10)
-    assert isinstance(failed, Failed)
-    assert failed.ticket is ticket
+    assert not rank.is_over
+    stage.mover.die()
+    rest = await asyncio.wait_for(_all_of(stream), 10)
+    assert {type(event) for event in rest} == {Failed, Suspended}
+    assert all(event.ticket is ticket and event.safe_to_reuse for event in rest if isinstance(event, Failed))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_bug_in_the_thread_leaves_no_task_waiting(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = await asyncio.to_thread(stage.rank)
+    await asyncio.to_thread(stage.pull, rank)
+    monkeypatch.setattr(rank._session, "handle", lambda *_: 1 / 0)
+    stage.side.say(worker.Suspended())
+    heard = await asyncio.wait_for(_all_of(events(rank)), 10)
+    assert [type(event) for event in heard] == [Failed, Disconnected]
+
+
+async def _all_of(stream: AsyncIterator[Event]) -> list[Event]:
+    return [event async for event in stream]
 
 
 async def test_a_blocking_call_returns_what_it_returned() -> None:

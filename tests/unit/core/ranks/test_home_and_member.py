@@ -202,6 +202,22 @@ def test_a_member_of_whom_nothing_is_heard_for_very_long_is_forgotten(world, hom
     assert not record_of(home)
 
 
+def test_a_generation_of_which_nothing_is_heard_replaces_no_other(world, stages, reader):
+    """Its last rank died with its node, which could not say so."""
+    registry, spec = stages[0].host.node.registry, stages[0].spec
+    later = msgspec.structs.replace(spec, generation="g2")
+    beside = world.register(stages[0].host, later)
+    assert world.register(world.host("p2"), msgspec.structs.replace(later, pp_rank=1)).received(wk.Registered)
+    beside.close()
+    assert registry.is_superseded(spec.key)
+    del world.hosts["p2"]
+    world.advance(world.settings.member_silent_after_s + 0.1)
+    assert not registry.is_superseded(spec.key)
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].ready("t1")
+    assert reader.reads(ref)
+
+
 @pytest.mark.parametrize("is_reply_lost", [False, True])
 def test_what_a_member_has_reported_is_reported_again_to_a_home_that_restarted(
     world, stages, reader, is_reply_lost
