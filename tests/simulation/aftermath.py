@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING
@@ -41,8 +43,11 @@ SMALL_POSTS = {
     "mover.chunks.slices MAX_DESCRIPTORS", "mover.chunks.slices MAX_RUN_BYTES",
     "mover.reads.pull_engine MAX_INFLIGHT", "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL",
 }  # fmt: skip
-# Likewise, or a mover knows the agents of one source: then what hangs holds others up.
-LITTLE_ROOM = {*SMALL_POSTS, "core.ranks.movers MAX_REMOTE_BYTES_PER_PEER"}
+# So posts that hang fill a mover, or it knows the agents of one source alone: others are held up.
+LITTLE_ROOM = {
+    "mover.chunks.slices MAX_DESCRIPTORS", "mover.chunks.slices MAX_RUN_BYTES",
+    "mover.reads.pull_engine MAX_INFLIGHT", "core.ranks.movers MAX_REMOTE_BYTES_PER_PEER",
+}  # fmt: skip
 LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
 REPEATED_S = 281.0  # after which transfers that have ended, or were never published, make room for others
 GONE_S = 75.0  # by then nothing is known of it: longer than leases and all that is repeated
@@ -72,11 +77,11 @@ class Hardship(StrEnum):
 
 
 class Awaited(StrEnum):
-    """For whom a pull waits until its deadline, by what its message says of that."""
+    """For whom a pull waits until its deadline, by a pattern of what its message says of that."""
 
     DAEMON = "has sent nothing for"
     ENGINE = "look at that engine"
-    SOURCE = "while it was read: "
+    SOURCE = "while it was read: (ranks?|the fence word's mover) "
     MOVER = "did not reply to this daemon; check that this node's processors are free"
 
 
@@ -301,7 +306,7 @@ class Aftermath:
             rank.do(rank.report_early)
         code = rng.choice(list(ends))
         transfer = self._publish(source)
-        transfer.last_step_s, transfer.is_pulled_once = LATE_STEP_S, True
+        transfer.last_step_s, transfer.is_pulled_once, transfer.is_read_early = LATE_STEP_S, True, True
         within_s = ENDS_WITHIN_S if len({*source.shape.nodes}) > 1 else ENDS_SOON_S
         if code is Code.LEASE_EXPIRED:
             transfer.lease_s, transfer.num_readers = QUEUED_LEASE_S, 2
@@ -312,7 +317,7 @@ class Aftermath:
         if len(transfer.steps) > 1:
             reader.engine.pull(transfer, HARD_PULL_S)
             if self._wait(lambda: transfer.is_over, 1.0):  # else they wait for the last step
-                return  # all that they wanted was there
+                code, ends[code] = Code.COMPLETED, lambda _: None  # all that they wanted was there
         ends[code](transfer)
 
         def unheard() -> list[str]:
@@ -374,7 +379,7 @@ class Aftermath:
             )
         Operator(world).look(sink.shape.nodes[0])
         for pull in pulls:
-            if pull.why and awaited.value not in pull.why:
+            if pull.why and not re.search(awaited.value, pull.why):
                 text = f"the pull of {pull.worker.name} was late for {awaited.name}, and says: {pull.why!r}"
                 raise Violation(Check.REASON, text)
         if not transfer.is_over:  # its blocks are the next one's
@@ -419,9 +424,11 @@ class Aftermath:
                 world.planned_messages.append(PlannedMessage(0.0, cut, name="GrantRequest"))
             case Hardship.END_IS_CUT_OFF:
                 cut = partial(self._disconnect, source.shape.nodes[0], LONG_CUT_OFF_S)
-                named = f"Acknowledge {transfer.transfer_id}"
-                world.planned_messages += [PlannedMessage(0.0, name=named)] * (sink.num_ranks - 1)
-                world.planned_messages.append(PlannedMessage(None, cut, name=named))
+                last = PlannedMessage(
+                    None, cut, None, f"Acknowledge {transfer.transfer_id}", source.shape.name
+                )
+                others = [replace(last, delay_s=0.0, strike=lambda: None)] * (sink.num_ranks - 1)
+                world.planned_messages += [*others, last]
             case Hardship.LONG_READ:
                 world.planned_at[Moment.READ].append((0.0, self._stall))
             case Hardship.READ_FAILS if len(transfer.steps) > 1:

@@ -491,7 +491,7 @@ class Blunders:
                 with SealedMemory.create(REGION_BYTES) as memory:
                     if not self._world.traits.has_few_starts:
                         refused = stranger.bring_ended_mover(SPEC, LAYOUT, memory.fd)
-                        if refused.code is not Code.MOVER_LOST:
+                        if getattr(refused, "code", None) is not Code.MOVER_LOST:
                             answers.append(refused)
                     stranger.register(SPEC, LAYOUT, memory.fd)
             for one in sent:

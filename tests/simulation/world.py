@@ -201,12 +201,13 @@ class Traits:
 
 @dataclass(frozen=True, eq=False)
 class PlannedMessage:
-    """What happens to the next message of that name between two hosts; "" and None: of any."""
+    """What happens to the next message of that name about an engine between two hosts; "", None: of any."""
 
     delay_s: float | None  # None: it is lost
     strike: Callable[[], None] = lambda: None
     hosts: frozenset[str] | None = None
     name: str = ""
+    engine: str = ""
 
 
 class SimDriver(FakeDriver):
@@ -499,7 +500,8 @@ class World:
         self.requests.saw(wire, payload)
         hosts, name = frozenset((wire.dealer.host, wire.router.host)), name_of(payload)
         for planned in self.planned_messages:
-            if planned.hosts in (None, hosts) and planned.name in ("", name, name.split()[0]):
+            is_named = planned.name in ("", name, name.split()[0]) and planned.engine.encode() in payload
+            if planned.hosts in (None, hosts) and is_named:
                 self.planned_messages.remove(planned)
                 planned.strike()
                 return planned.delay_s
