@@ -247,7 +247,7 @@ class Refused(Message, frozen=True):
     request: int
     code: Code
     message: str
-    retry_after_s: float = 0.0  # with the codes `busy` and `source-stalled`
+    retry_after_s: float = 0.0  # with the code `busy`
 
 
 class TicketDelivered(Message, frozen=True):
