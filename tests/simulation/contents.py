@@ -171,7 +171,7 @@ def _columns(tensor: CacheTensor, group: Group) -> tuple[npt.NDArray[Any], ...]:
     )
 
 
-def least_reads(sink: Contents, sources: Iterable[Contents], mine: Lists, theirs: Lists) -> tuple[int, ...]:
+def least_reads(sink: Contents, sources: Iterable[Contents], mine: Lists, theirs: Lists) -> tuple[int, int]:
     """Return what one rank reads of a request: every item for which both sides have listed a block.
 
     That is how many bytes, and how many ranges at least that are contiguous on both sides. `mine` are its

@@ -1321,15 +1321,15 @@ class Worker:
             )
         else:
             self._free(pull)
-        wanted, is_at_rest = pull.wanted, world.fabric.is_hurried
+        wanted, is_hurried = pull.wanted, world.fabric.is_hurried
         # Of ranks that ask together a low limit may let in one after another.
         is_turned_away = isinstance(event, client.Failed) and event.code == Code.BUSY
-        more = self.engine.num_ranks if is_at_rest and is_turned_away else 0
+        more = self.engine.num_ranks if is_hurried and is_turned_away else 0
         is_repeated = wanted.attempts < MAX_ATTEMPTS + more and not pull.transfer.is_pulled_once
         if how != "delivered" and is_repeated and not pull.transfer.is_of_liar:
             # At rest as a patient engine does it: when a busy source has said.
-            delay_s = 1.0 if is_at_rest else world.rng.choice((0.01, 0.2, 1.0))
-            deadline_s = PATIENT_S if is_at_rest else None
+            delay_s = 1.0 if is_hurried else world.rng.choice((0.01, 0.2, 1.0))
+            deadline_s = PATIENT_S if is_hurried else None
             world.after(
                 delay_s,
                 self.do,
@@ -1397,8 +1397,9 @@ class Worker:
         sources = [contents_of(held[rank]) for rank in ranks]
         sink, theirs, traits = contents_of(self.shape.layout), pull.transfer.lists, self.world.traits
         num_bytes, num_runs = least_reads(sink, sources, pull.lists, theirs)
-        may_be_cut = traits.read != "direct" or pull.is_progressive or IN_PARTS in traits.small_numbers
-        if event.bytes != num_bytes or not num_runs <= event.runs <= (event.runs if may_be_cut else num_runs):
+        may_have_more = traits.read != "direct" or pull.is_progressive or IN_PARTS in traits.small_numbers
+        is_right = event.runs >= num_runs if may_have_more else event.runs == num_runs
+        if event.bytes != num_bytes or not is_right:
             what = f"pull {event.ticket.number} of {self.name} names {event.bytes} bytes in {event.runs} runs"
             self.world.violate(Check.ALL_BYTES, f"{what}: its rank holds {num_bytes} in {num_runs}")
 
@@ -1418,8 +1419,8 @@ class Worker:
         known = {"delivered": (True,), "failed": (False,), "in-doubt": (None, False)}[pull.ended]
         is_wrong = event.ticket is not pull.ticket or event.ticket.delivered not in known
         if isinstance(event, client.Failed):
-            is_own_limit = "were cut off" in event.message
-            ends_soon = event.code in (Code.BUSY, Code.SOURCE_STALLED) and not is_own_limit
+            is_of_client = "were cut off" in event.message
+            ends_soon = event.code in (Code.BUSY, Code.SOURCE_STALLED) and not is_of_client
             is_wrong |= (event.retry_after_s > 0.0) is not ends_soon
         if is_wrong or _text_of(getattr(event, "blocks", pull.lists)) != _text_of(pull.lists):
             self.world.violate(

@@ -269,13 +269,13 @@ class Episode:
         kernel = self.world.kernel
         busy_at = kernel.now
 
-        def is_at_rest() -> bool:
+        def is_nothing_left() -> bool:
             nonlocal busy_at
             if next(self._left(), None) is not None:
                 busy_at = kernel.now
             return kernel.now >= busy_at + QUIET_S
 
-        if not self._wait(is_at_rest, REST_S, LOOK_S):
+        if not self._wait(is_nothing_left, REST_S, LOOK_S):
             raise Violation(Check.REST, "; ".join(self._left()))
         for worker in self.world.workers:
             worker.check_memory()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REPLY_S = 5.0
 STATUS = "/v1/status"
 LONG_WAIT_S = 1.0  # of a pull, for which it is said then for whom it waits
-# The latter of what has ended as it was listed.
+# The last three are of what has ended while it was listed.
 NOT_WAITING = ("posted", "stopping", "in-doubt", "delivered", "failed", "quiesced")
 _POLLIN = 1
 

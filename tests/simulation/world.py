@@ -287,7 +287,7 @@ class World:
         self.engines: list[Engine] = []
         is_of_one_node = all(len({*shape.nodes}) == 1 for shape in shapes)
         self.forgets_owners = is_of_one_node and "owned_ranks" not in traits.low_numbers
-        self.is_at_rest = False  # nothing shows any more of what went wrong
+        self.is_at_rest = False  # faults are over, and show no more; what goes wrong now does so one by one
         self.violation: Violation | None = None
         self.open_pulls: dict[Pull, None] = {}
         self.wanted: list[Wanted] = []
