@@ -263,6 +263,8 @@ class Aftermath:
             self._wait(lambda: transfer.is_over, LONG_CUT_OFF_S + COMPLETED_S + 1.0)
         if hardship is Hardship.READER_SLEEPS and not self._wait(lambda: transfer.is_over, ENDS_WITHIN_S):
             raise Violation(Check.COMPLETED, f"{what} is not released: {hardship.value}")
+        if hardship is Hardship.OTHER_HANGS:
+            self._wait(lambda: False, 1.0)  # what hung goes on, and sends its own requests
         if not all(rank.is_alive for rank in sink.ranks):
             sink.die()
             sink.start()

@@ -185,6 +185,7 @@ class PullEngine:
         for other in self._by_id.values():
             other.was_alone = False
         pull = PullState(request, self._clock(), loaded, was_alone)
+        self.remote_agents.acquire(pull.agents)
         self._by_id[request.pull] = pull
         self._queued.append(pull)
 
@@ -517,6 +518,7 @@ class PullEngine:
 
     def _forget(self, pull: PullState) -> None:
         del self._by_id[pull.request.pull]
+        self.remote_agents.release(pull.agents)
         for queue in (self._queued, self._active):
             if pull in queue:
                 queue.remove(pull)

@@ -107,6 +107,11 @@ class PullState:
     data_done_at: float | None = None
 
     @property
+    def agents(self) -> set[AgentName]:
+        """All that it reads from."""
+        return {self.request.fence.agent, *(source.agent for source in self.request.sources)}
+
+    @property
     def needs_expansion(self) -> bool:
         """Whether all that was expanded is posted, and there is more to expand."""
         return self.parts is not None and not self.unposted

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 from kvxferd.ids import AgentName
 from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, TransportError
@@ -14,7 +15,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RemoteAgents:
-    """Loads, drops and repairs remote agents. No agent is unloaded while a read from it is in flight.
+    """Loads, drops and repairs remote agents. None is dropped while a pull needs it.
 
     A lost connection to a living agent stays dead in the library until the agent is dropped and
     loaded again. That is done here, from the kept metadata, before the next read from it.
@@ -23,12 +24,15 @@ class RemoteAgents:
     def __init__(self, transport: StagedTransport) -> None:
         self._transport = transport
         self._metadata: dict[AgentName, list[bytes]] = {}
+        self._needed: Counter[AgentName] = Counter()  # by how many pulls
+        self._unwanted: set[AgentName] = set()  # to be dropped once no pull needs them
         self._in_flight: defaultdict[AgentName, int] = defaultdict(int)
         self._stale: set[AgentName] = set()  # to be loaded anew once no read is in flight
         self._load_errors: dict[AgentName, str] = {}
 
     def load(self, agent: AgentName, metadata: bytes) -> None:
         """Load an agent, or more of its memory. `post` reports what went wrong."""
+        self._unwanted.discard(agent)
         known = self._metadata.setdefault(agent, [])
         if metadata in known:
             return
@@ -36,8 +40,24 @@ class RemoteAgents:
         if agent not in self._stale:
             self._load_one(agent, metadata)
 
+    def acquire(self, agents: Iterable[AgentName]) -> None:
+        """Keep agents loaded for a pull, which may post its reads later."""
+        self._needed.update(agents)
+
+    def release(self, agents: Iterable[AgentName]) -> None:
+        """Keep agents for that pull no longer."""
+        self._needed.subtract(agents)
+        for agent in [agent for agent in agents if not self._needed[agent]]:
+            del self._needed[agent]
+            if agent in self._unwanted:
+                self.drop(agent)
+
     def drop(self, agent: AgentName) -> None:
-        """Drop an agent as soon as no read from it is in flight, unless it is loaded again before."""
+        """Drop an agent as soon as no pull needs it and no read is in flight, unless it is loaded before."""
+        if agent in self._needed:
+            self._unwanted.add(agent)
+            return
+        self._unwanted.discard(agent)
         if self._metadata.pop(agent, None) is not None:
             if self._load_errors.pop(agent, None) is not None:  # of these metadata alone
                 self._stale.discard(agent)

@@ -166,19 +166,25 @@ def test_what_is_still_under_way_after_a_failure_is_told_later_unless_it_left_do
     assert not bench.engine.is_busy
 
 
+@pytest.mark.parametrize("is_posted", [False, True])
 @pytest.mark.parametrize("agent", [0, 1])
-def test_an_agent_is_not_dropped_under_a_read(bench: Bench, agent: int) -> None:
+def test_an_agent_is_not_dropped_under_a_pull(bench: Bench, agent: int, is_posted: bool) -> None:
     bench.fabric.stalled.add(bench.agents[agent])
     number = bench.start(scattered(8))
-    bench.run()
-    bench.engine.remote_agents.drop(bench.agents[agent])
-    assert bench.engine.remote_agents._ensure_loaded(bench.agents[agent])
+    if is_posted:
+        bench.run()
+    bench.engine.drop_remote(bench.agents[agent])
     bench.fabric.stalled.clear()
     bench.run()
-    # The fence word is read from agent 0; a pull that only needed the data of agent 1 has it.
-    assert bench.outcomes()[number].delivered is (agent == 1)
+    assert bench.outcomes()[number].delivered
+    assert "not known here" in bench.pull(scattered(8)).message
     bench.load()
-    assert bench.pull(scattered(8)).delivered
+    number = bench.start(scattered(8))
+    bench.engine.drop_remote(bench.agents[agent])
+    bench.load()
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    assert bench.pull(scattered(8)).delivered, "it was loaded again before it could be dropped"
 
 
 @pytest.mark.slow
