@@ -88,7 +88,7 @@ class Connection:
         self._connected_at = 0.0
         self._num_attempts = 0
         self._reconnect_at = 0.0
-        self._closing = False
+        self._closing = self._is_shut_down = False
         self._disconnect_reason: tuple[Code, str] | None = None  # why the thread is to end this connection
         self._thread = threading.Thread(target=self._run, name=f"kvxferd-client-{path.name}", daemon=True)
         self._thread.start()
@@ -204,7 +204,8 @@ class Connection:
     def is_over(self) -> bool:
         """Whether the session has ended, and with it all that makes events."""
         with self.lock:
-            return self.session.close_reason is not None and (self._closing or not self.session.awaits_movers)
+            is_awaited = self.session.awaits_movers and not self._is_shut_down
+            return self.session.close_reason is not None and not is_awaited
 
     def fileno(self) -> int:
         """Return the descriptor that is readable while there are events; -1 after `close`."""
@@ -435,6 +436,7 @@ class Connection:
             if self.session.registration.is_resident and all_quiesced:
                 self.session.resident_movers_exited(time.monotonic(), code, why)
             self.session.close(code, why)
+            self._is_shut_down = True
             self.state_changed.notify_all()
         with self._send_lock:
             if self._socket is not None:

@@ -119,16 +119,11 @@ class Registry:
         return self._engines.get(key.engine_id, {}).get(key)
 
     def newest(self, engine_id: EngineId) -> EngineKey | None:
-        """Return the generation that started last, of those that are here.
-
-        One of which nothing is heard has maybe ended with its nodes: it supersedes no other.
-        """
-        generations = self.generations_of(engine_id)
-        heard = [one for one in generations if not all(map(self.is_silent, one.ranks.values()))]
-        return (heard or generations)[-1].key if generations else None
+        """Return the generation that started last, of those that are here."""
+        return next(reversed(self._engines.get(engine_id, {})), None)
 
     def is_silent(self, record: RankRecord) -> bool:
-        """Whether the daemon of another node that has joined the rank has sent nothing for too long."""
+        """Whether the daemon of another node that has joined the rank has sent no heartbeat for too long."""
         limit_s = self._context.settings.member_silent_after_s
         return isinstance(record, MemberRank) and record.last_seen_at <= self._context.now - limit_s
 
@@ -175,9 +170,17 @@ class Registry:
         """Yield what the ranks of this node's workers are counted for."""
         return ((RANKS, rank.uid, 1) for rank in self.local_ranks())
 
-    def is_superseded(self, key: EngineKey) -> bool:
-        """Whether a newer generation of the engine is here: this one gets no new grants."""
-        return self.newest(key.engine_id) not in (None, key)
+    def successor(self, key: EngineKey) -> EngineKey | None:
+        """Return the generation that has replaced this one, which gets no new grants; None: none has.
+
+        It started later, and something is heard of it: else it may have ended with its nodes.
+        """
+        for engine in reversed(self.generations_of(key.engine_id)):
+            if engine.key == key:
+                return None
+            if not all(map(self.is_silent, engine.ranks.values())):
+                return engine.key
+        return None
 
     def is_home(self, spec: EngineSpec) -> bool:
         """Whether this daemon is the engine's home."""

@@ -122,9 +122,8 @@ class GrantServer:
 
     def _engine_obstacle(self, message: GrantRequest, engine: LocalEngine | None) -> Obstacle | None:
         ref = message.ref
-        if self._registry.is_superseded(ref.engine):
-            newest = self._registry.newest(ref.engine_id)
-            why = f"engine {ref.engine} has been replaced by {newest}; route anew"
+        if (successor := self._registry.successor(ref.engine)) is not None:
+            why = f"engine {ref.engine} has been replaced by {successor}; route anew"
             return Obstacle(Code.GENERATION_STALE, why)
         if engine is None:
             why = f"no rank of engine {ref.engine} is registered here"

@@ -66,9 +66,8 @@ class HandshakeServer:
         """Return why the manifest cannot be sent now."""
         settings = self._context.settings
         key = EngineKey(message.engine_id, message.generation)
-        if self._registry.is_superseded(key):
-            newest = self._registry.newest(key.engine_id)
-            return Obstacle(Code.GENERATION_STALE, f"it has been replaced by {newest}; route anew")
+        if (successor := self._registry.successor(key)) is not None:
+            return Obstacle(Code.GENERATION_STALE, f"it has been replaced by {successor}; route anew")
         if engine is None:
             why = f"no rank of it is registered at {self._context.endpoint}; check id and endpoint"
             return Obstacle(Code.ENGINE_UNKNOWN, why, min(message.wait_s, settings.transfer.unknown_wait_s))

@@ -170,8 +170,11 @@ class PullEngine:
             self._warmup.start(agent, word)
 
     def drop_remote(self, agent: AgentName) -> None:
-        """Forget an agent."""
-        self.remote_agents.drop(agent)
+        """Forget an agent, once no pull needs it."""
+        if self.remote_agents.drop(agent):
+            self._forget_agent(agent)
+
+    def _forget_agent(self, agent: AgentName) -> None:
         self._warmup.forget(agent)
         self._budgets.pop(agent, None)
         self._costs.forget(agent)
@@ -518,7 +521,8 @@ class PullEngine:
 
     def _forget(self, pull: PullState) -> None:
         del self._by_id[pull.request.pull]
-        self.remote_agents.release(pull.agents)
+        for agent in self.remote_agents.release(pull.agents):
+            self._forget_agent(agent)
         for queue in (self._queued, self._active):
             if pull in queue:
                 queue.remove(pull)

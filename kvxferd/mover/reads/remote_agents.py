@@ -15,7 +15,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RemoteAgents:
-    """Loads, drops and repairs remote agents. None is dropped while a pull needs it.
+    """Loads, drops and repairs remote agents. None is forgotten while a pull needs it.
 
     A lost connection to a living agent stays dead in the library until the agent is dropped and
     loaded again. That is done here, from the kept metadata, before the next read from it.
@@ -32,8 +32,11 @@ class RemoteAgents:
 
     def load(self, agent: AgentName, metadata: bytes) -> None:
         """Load an agent, or more of its memory. `post` reports what went wrong."""
-        self._unwanted.discard(agent)
         known = self._metadata.setdefault(agent, [])
+        if agent in self._unwanted:
+            self._unwanted.discard(agent)
+            known.clear()  # as if it had been dropped
+            self._forget_load_error(agent)
         if metadata in known:
             return
         known.append(metadata)
@@ -44,24 +47,32 @@ class RemoteAgents:
         """Keep agents loaded for a pull, which may post its reads later."""
         self._needed.update(agents)
 
-    def release(self, agents: Iterable[AgentName]) -> None:
-        """Keep agents for that pull no longer."""
+    def release(self, agents: Iterable[AgentName]) -> list[AgentName]:
+        """Keep agents for that pull no longer; return those that are forgotten with it."""
         self._needed.subtract(agents)
-        for agent in [agent for agent in agents if not self._needed[agent]]:
+        unneeded = [agent for agent in agents if not self._needed[agent]]
+        for agent in unneeded:
             del self._needed[agent]
-            if agent in self._unwanted:
-                self.drop(agent)
+        return [agent for agent in unneeded if agent in self._unwanted and self.drop(agent)]
 
-    def drop(self, agent: AgentName) -> None:
-        """Drop an agent as soon as no pull needs it and no read is in flight, unless it is loaded before."""
+    def drop(self, agent: AgentName) -> bool:
+        """Forget an agent, and return True; while a pull needs it, only once none does.
+
+        Where it is loaded again before, it is not forgotten.
+        """
         if agent in self._needed:
             self._unwanted.add(agent)
-            return
+            return False
         self._unwanted.discard(agent)
         if self._metadata.pop(agent, None) is not None:
-            if self._load_errors.pop(agent, None) is not None:  # of these metadata alone
-                self._stale.discard(agent)
+            self._forget_load_error(agent)
             self._drop_if_idle(agent)
+        return True
+
+    def _forget_load_error(self, agent: AgentName) -> None:
+        """The metadata that could not be loaded are not those of the agent any more."""
+        if self._load_errors.pop(agent, None) is not None:
+            self._stale.discard(agent)
 
     def can_stage(self, agent: AgentName) -> bool:
         """As `StagedTransport.can_stage`."""

@@ -81,7 +81,7 @@ def test_an_engine_is_its_users(world, uid, allowed, generation):
     assert bool(publisher.received(wk.Registered)) is allowed
     if not allowed:
         assert {m.code for w in (second, publisher) for m in w.received(wk.Refused)} == {Code.NOT_ALLOWED}
-        assert not host.node.registry.is_superseded(owner.spec.key)
+        assert host.node.registry.successor(owner.spec.key) is None
 
 
 # --- whom a node asks: what allow-lists say of endpoints, and what forged references come to

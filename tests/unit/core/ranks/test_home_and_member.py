@@ -209,10 +209,11 @@ def test_a_generation_of_which_nothing_is_heard_replaces_no_other(world, stages,
     beside = world.register(stages[0].host, later)
     assert world.register(world.host("p2"), msgspec.structs.replace(later, pp_rank=1)).received(wk.Registered)
     beside.close()
-    assert registry.is_superseded(spec.key)
+    assert registry.successor(spec.key) == later.key
     del world.hosts["p2"]
     world.advance(world.settings.member_silent_after_s + 0.1)
-    assert not registry.is_superseded(spec.key)
+    assert registry.successor(spec.key) is None
+    assert registry.successor(later.key) is None, "nor is it replaced by one that started earlier"
     ref = stages[0].publish("t1", IDS, TOKENS)
     stages[1].ready("t1")
     assert reader.reads(ref)

@@ -187,7 +187,7 @@ def test_nobody_replaces_an_engine_whose_ranks_are_all_on_other_nodes(world):
     assert world.register(world.host("p1"), spec).received(wk.Registered)
     key, other = spec.key, msgspec.structs.replace(spec, generation="g2")
     assert refusals(world.register(home, other, uid=4242)) == [Code.NOT_ALLOWED]
-    assert not home.node.registry.is_superseded(key)
+    assert home.node.registry.successor(key) is None
     scheduler = world.connect(home, 4242)
     scheduler.say(wk.Attach(request=5, engine_id="big", generation="g1"))
     assert scheduler.received(wk.Registered)
@@ -234,7 +234,7 @@ def test_who_joins_a_missing_rank_starts_no_generation(world):
         assert isinstance(reply, PeerRefused)
         assert reply.retry_after_s > 0
         assert "worker of this node" in reply.message
-    assert not home.node.registry.is_superseded(KEY)
+    assert home.node.registry.successor(KEY) is None
     first.publish("t1", IDS, TOKENS)
     assert not first.received(wk.PublishRefused)
     assert not first.received(wk.Released)
@@ -258,7 +258,7 @@ def test_the_only_member_of_an_engine_starts_its_next_generation(world):
     world.register(world.host("p1"), spec)
     again = world.register(world.hosts["p1"], changed(spec, generation=Generation("g2")))
     assert again.received(wk.Registered)
-    assert home.node.registry.is_superseded(spec.key)
+    assert home.node.registry.successor(spec.key) is not None
 
 
 # --- through a restart of the home
@@ -468,7 +468,7 @@ def test_a_replaced_generation_that_connects_again_replaces_nothing(world):
     former.close()
     world.register(host, spec_of("prefill", generation="g1"))
     assert host.node.registry.newest("prefill") == EngineKey("prefill", "g2")
-    assert host.node.registry.is_superseded(EngineKey("prefill", "g1"))
+    assert host.node.registry.successor(EngineKey("prefill", "g1")) is not None
 
 
 def test_what_an_earlier_daemon_had_is_older_than_what_it_never_met(world, sink):
