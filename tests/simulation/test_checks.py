@@ -86,7 +86,7 @@ def _without(kind: type, is_lost: Callable[[Worker, Any], bool]) -> Callable[[Wo
 
 def _calls_doubt_safe(worker: Worker, event: Any) -> None:
     if isinstance(event, client.Failed):
-        event = replace(event, safe_to_reuse=True)
+        event, event.ticket.delivered = replace(event, safe_to_reuse=True), False
     _real_handle(worker, event)
 
 
