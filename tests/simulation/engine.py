@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import select
 from collections import deque
@@ -911,10 +912,9 @@ class Worker:
             if transfer.is_prepared(now) or any(not pull.ended for pull in transfer.pulls):
                 self.world.after(1.0, look)
                 return
-            began = max(
-                transfer.published_at, transfer.added_at, transfer.last_read, *transfer.prepared.values()
-            )
-            left_s = began + transfer.lease_s - now
+            began = max(transfer.published_at, transfer.added_at, *transfer.prepared.values())
+            # Whoever reads it holds it by a lease of the daemon's.
+            left_s = max(began + transfer.lease_s, transfer.last_read + LEASE_S) - now
             if self.world.daemons[self.node].is_dead:
                 self._expect_own_release(transfer)
             if left_s > 0:
@@ -922,8 +922,7 @@ class Worker:
                 return
             nodes = tuple(self.world.node_names)
             text = f"{transfer.transfer_id} of {self.engine.reader} is not released after its lease"
-            # A grant of a reader that is gone may last as long as a lease of the daemon's.
-            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), 8.0 + 4.0, parties, SOON_S)
+            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), LEASE_S + 4.0, parties, SOON_S)
 
         self.world.after(transfer.lease_s, look)
 
@@ -1148,13 +1147,14 @@ class Worker:
                 self.world.after(0.1, look)
                 return
             ticket = pull.ticket.number if pull.ticket is not None else 0
+            was_calm = self.world.expectations.is_calm(pull.began)  # so its daemon took it at once
             self.world.expectations.expect(
                 Check.DEADLINE,
                 f"pull {ticket} of {self.name} has not ended",
                 (self,),
                 CLIENT_GRACE_S + TWO_TRIPS_S,
                 lambda: bool(pull.ended) or not self.is_alive or self.is_leaving,
-                TWO_TRIPS_S,
+                TWO_TRIPS_S if was_calm else math.inf,
             )
 
         self.world.kernel.at(pull.ends_by, look)

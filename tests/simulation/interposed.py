@@ -31,6 +31,7 @@ from kvxferd.mover.chunks import scatterer
 from tests.simulation.kernel import Kernel, Process, SimulationError, Task
 
 _SO_PEERPIDFD = 77
+_SHORT_PAUSE_S = 1e-4  # as a mover's or client's between two polls
 _CLOCKS: frozenset[object] = frozenset({time.monotonic, time.perf_counter, time.time})
 _real_epoll_select = selectors.EpollSelector.select
 _real_poll = select.poll
@@ -199,7 +200,7 @@ class SimJobs(SimQueue):
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         if not self._items:
             for task in self.kernel.current.process.tasks:
-                self.kernel.end_pause(task, 1e-4)
+                self.kernel.end_pause(task, _SHORT_PAUSE_S)
         return super().get(block, timeout)
 
 
@@ -340,6 +341,8 @@ def _install_descriptors(kernel: Kernel) -> None:
         events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
         task = kernel.current
         task.is_pausing = timeout_s is not None
+        if timeout_s is not None and task.is_next_pause_short:
+            timeout_s, task.is_next_pause_short = min(timeout_s, _SHORT_PAUSE_S), False
         is_ready = kernel.wait(((waiting._pollfd.fd, events),), timeout_s)
         task.is_pausing = False
         return is_ready and _real_precise_wait(waiting, 0.0, writable=writable)

@@ -72,6 +72,7 @@ class Task:
     watches: dict[int, Watch] = field(default_factory=dict)  # by descriptor
     is_fd_ready: bool = False  # which ended its last wait
     is_pausing: bool = False  # between two polls of something: `end_pause` ends that
+    is_next_pause_short: bool = False
     cpu_s: float = 0.0
 
 
@@ -220,7 +221,14 @@ class Kernel:
 
     def end_pause(self, task: Task, delay_s: float) -> None:
         """Have a thread that pauses between two polls then poll so soon, as if its pauses were short."""
-        self.at(self.now + delay_s, lambda: self.notify(task) if task.is_pausing else None)
+
+        def end() -> None:
+            if task.is_pausing:
+                self.notify(task)
+            else:  # it may have polled before, and pause now
+                task.is_next_pause_short = True
+
+        self.at(self.now + delay_s, end)
 
     def preempt(self) -> None:
         """Let others run first."""

@@ -197,22 +197,34 @@ def run_many(
     """
     tally = Tally(seed)
     seeds = _seeds(seed)
-    cores = deque(sorted(os.sched_getaffinity(0)))
-    running: deque[tuple[Plan, _Run]] = deque()
+    cores = sorted(os.sched_getaffinity(0))
+    running: dict[IO[bytes], tuple[Plan, int, _Run]] = {}  # with its core, by what it writes its result to
+    ended: dict[int, Result] = {}  # by seed
+    uncounted: deque[int] = deque()  # seeds, in their order
     while True:
-        is_enough = tally.faults.total() >= num_faults or len(tally.failed) >= max_failures or is_over()
-        if is_enough and not running:
-            return tally
-        while len(running) < jobs and not is_enough:
-            one = next(seeds)
-            cores.rotate()
-            plan = Plan.draw(one, size or size_of(one))
-            running.append((plan, start(partial(_run, plan, False, measures), cores[0])))
-        select.select([running[0][1].result], [], [], None)
-        result = _result_of(*running.popleft())
-        if not is_enough:
+        while True:
+            is_enough = tally.faults.total() >= num_faults or len(tally.failed) >= max_failures or is_over()
+            if is_enough or not uncounted or uncounted[0] not in ended:
+                break
+            result = ended.pop(uncounted.popleft())
             tally.add(result)
             on_result(result)
+        if is_enough:
+            for plan, _, run in running.values():
+                os.kill(run.pid, signal.SIGKILL)
+                _result_of(plan, run)
+            return tally
+        while len(running) < jobs:
+            one = next(seeds)
+            uncounted.append(one)
+            plan = Plan.draw(one, size or size_of(one))
+            used = Counter(core for _, core, _ in running.values())
+            core = min(cores, key=used.__getitem__)
+            run = start(partial(_run, plan, False, measures), core)
+            running[run.result] = plan, core, run
+        for readable in select.select(list(running), [], [])[0]:
+            plan, _, run = running.pop(readable)
+            ended[plan.seed] = _result_of(plan, run)
 
 
 def _seeds(seed: int) -> Iterator[int]:
