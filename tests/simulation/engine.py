@@ -982,7 +982,8 @@ class Worker:
             return
         if refusal:
             transfer.refused = why
-            has_new_daemon = self.world.started_at(self.node) > transfer.published_at
+            # It may be the former daemon's last word, as long as the client has not been without one.
+            has_new_daemon = self._connected_at > self.world.started_at(self.node) > transfer.published_at
             is_replayed = has_new_daemon and not transfer.is_withdrawn
             if why in OF_LIARS_PUBLISH or (is_replayed and why in RETRIED_ON_REPLAY):
                 self.world.violate(Check.PUBLISHED, f"{transfer_id} of {self.name} is refused: {refusal}")
