@@ -57,8 +57,9 @@ class Nodes:
         replace(forkserver, "_load_library", lambda use, backend: SimLibrary())
         # The simulated library ends a mover's pause where there is something to see: in use pauses are short,
         # and most of an episode would be polls that see nothing.
-        for pause in ("MIN_PAUSE_S", "MIN_YIELD_S", "MAX_SERVING_PAUSE_S", "MAX_IDLE_PAUSE_S"):
+        for pause in ("MIN_PAUSE_S", "MAX_SERVING_PAUSE_S", "MAX_IDLE_PAUSE_S"):
             replace(backoff, pause, 1.0)
+        replace(backoff, "MIN_YIELD_S", 5e-3)  # a resident mover pauses after each post, too
         replace(backoff, "MAX_READING_PAUSE_S", 5e-2)
         # What each process does twice in a millisecond, at rest too.
         replace(gpu_events, "POLL_S", 5e-3)

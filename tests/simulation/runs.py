@@ -197,7 +197,7 @@ def run_many(
     """
     tally = Tally(seed)
     seeds = _seeds(seed)
-    cores = sorted(os.sched_getaffinity(0))
+    cores = deque(sorted(os.sched_getaffinity(0)))
     running: dict[IO[bytes], tuple[Plan, int, _Run]] = {}  # with its core, by what it writes its result to
     ended: dict[int, Result] = {}  # by seed
     uncounted: deque[int] = deque()  # seeds, in their order
@@ -218,6 +218,7 @@ def run_many(
             one = next(seeds)
             uncounted.append(one)
             plan = Plan.draw(one, size or size_of(one))
+            cores.rotate()
             used = Counter(core for _, core, _ in running.values())
             core = min(cores, key=used.__getitem__)
             run = start(partial(_run, plan, False, measures), core)
