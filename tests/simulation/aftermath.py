@@ -16,13 +16,23 @@ import msgspec
 from kvxferd.core.ranks.registration_checks import REGISTER_PER_S
 from kvxferd.errors import Code
 from kvxferd.mover.transport.staging_source import CHUNK_KEPT_S, CHUNK_REPLY_TIMEOUT_S
+from kvxferd.wire.framing import HEADER
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import COMPLETED_S, MAX_DRAWS, MAX_HOLD_S, Engine, Pull, Transfer, Worker
+from tests.simulation.engine import (
+    COMPLETED_S,
+    MAX_DRAWS,
+    MAX_HOLD_S,
+    MORE_POSTS,
+    Engine,
+    Pull,
+    Transfer,
+    Worker,
+)
 from tests.simulation.fabric import STALLED_POLL_S, Moment, SimTransport
 from tests.simulation.network import name_of
 from tests.simulation.operators import Operator, cancel_transfer
 from tests.simulation.reasons import SILENT_S
-from tests.simulation.store import MemoryKind
+from tests.simulation.store import WITH_GPU, MemoryKind
 from tests.simulation.world import PlannedMessage
 
 if TYPE_CHECKING:
@@ -33,6 +43,8 @@ HARD_PULL_S = 40.0  # enough for each hardship
 LONG_READ_S = 9.0  # longer than a lease, and than a grant's
 LEASE_S = 60.0
 QUEUED_LEASE_S, QUEUE_S = 4.0, 12.0  # a queue of three leases: less than `engine.MAX_HOLD_S`
+# A source is refused whose reads have hung so often within that time, each for longer than `quiesce_s`.
+NUM_STALLS, STALLS_WINDOW_S, STALLED_DEADLINE_S, STALL_S = 3, 60.0, 1.0, 9.0
 AWAY_S, LONG_AWAY_S = (0.01, 1.0), 2.2  # the last is longer than a reader waits for it
 WAITED_S = 0.3  # then a reader waits for a last step that is late
 CUT_OFF_S = 0.7  # less than `peer.restart_grace_s`
@@ -40,13 +52,11 @@ LONG_CUT_OFF_S = 16.0  # longer than `peer.silent_after_s`
 HANGING_PULLS = 3  # of one token each
 # So a read is made of many posts, of which few are in flight.
 SMALL_POSTS = {
-    "mover.chunks.slices MAX_DESCRIPTORS", "mover.chunks.slices MAX_RUN_BYTES",
-    "mover.reads.pull_engine MAX_INFLIGHT", "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL",
+    *MORE_POSTS, "mover.reads.pull_engine MAX_INFLIGHT", "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL",
 }  # fmt: skip
 # So posts that hang fill a mover, or it knows the agents of one source alone: others are held up.
 LITTLE_ROOM = {
-    "mover.chunks.slices MAX_DESCRIPTORS", "mover.chunks.slices MAX_RUN_BYTES",
-    "mover.reads.pull_engine MAX_INFLIGHT", "core.ranks.movers MAX_REMOTE_BYTES_PER_PEER",
+    *MORE_POSTS, "mover.reads.pull_engine MAX_INFLIGHT", "core.ranks.movers MAX_REMOTE_BYTES_PER_PEER",
 }  # fmt: skip
 LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
 REPEATED_S = 281.0  # after which transfers that have ended, or were never published, make room for others
@@ -130,7 +140,9 @@ class Overheard:
         # By sender, kind, number, and what transfer it names.
         self._requests: Counter[tuple[str, str, int, str]] = Counter()
         self._warnings: list[str] = []
+        self._frames: Counter[tuple[str, int, bytes]] = Counter()  # by sender, and its descriptor
         world.network.on_request, world.on_warning = self._request, self._warnings.append
+        world.on_sent = self._sent
 
     def _request(self, sender: str, address: str, payload: bytes) -> None:
         request = msgspec.msgpack.decode(payload)
@@ -139,10 +151,24 @@ class Overheard:
             named = name_of(payload).removeprefix(request["t"]).strip()
             self._requests[sender, request["t"], request["request"], named] += 1
 
+    def _sent(self, fd: int, content: bytes) -> None:
+        """Note the frames that go over a Unix socket as a whole."""
+        while len(content) >= HEADER.size:
+            length, _, zero = HEADER.unpack_from(content)
+            frame, content = content[HEADER.size :][:length], content[HEADER.size + length :]
+            if zero or len(frame) < length or b"\xa1t" not in frame[:4]:
+                return
+            self._frames[self._world.kernel.current.process.name, fd, frame] += 1
+
     def end(self) -> None:
         """Listen no more."""
+        self._world.on_sent = lambda *_: None
         self._world.network.on_request = lambda *_: None
         self._world.on_warning = lambda _: None
+
+    def sent_twice(self) -> list[str]:
+        """Return the frames that were sent more than once over one socket."""
+        return [f"{sender} sends twice: {frame!r}" for (sender, _, frame), n in self._frames.items() if n > 1]
 
     def asked_twice(self) -> list[str]:
         """Return the requests that were sent more than once."""
@@ -155,10 +181,18 @@ class Overheard:
     def too_many(self, source: Engine, sink: Engine, transfer: Transfer) -> list[str]:
         """Return of which kinds there are more requests than the transfer takes."""
         sent = Counter(kind for _, kind, _, name in self._requests if name in ("", transfer.transfer_id))
-        each = {"ManifestRequest": source.num_ranks, "ReleaseGrant": 2}
+        for _, _, frame in self._frames:
+            sent[str(msgspec.msgpack.decode(frame)["t"])] += 1
+        num_steps = len(transfer.steps)
+        each = {
+            "ManifestRequest": source.num_ranks, "ReleaseGrant": 2,
+            "StartPull": num_steps, "PullDone": num_steps,
+        }  # fmt: skip
         if not self._world.traits.part_bytes:  # else each page of block ids is asked for
-            each["GrantRequest"] = 2 + 2 * len(transfer.steps)
-        most = {kind: each.get(kind, 1) * sink.num_ranks for kind in (*each, "Acknowledge")}
+            each["GrantRequest"] = 2 + 2 * num_steps
+        once = ("Acknowledge", "LoadPlan", "PullRequest", "Prepare", "TicketDelivered")
+        most = {kind: each.get(kind, 1) * sink.num_ranks for kind in (*each, *once)}
+        most |= {"Publish": 1, "Released": len(source.workers)}
         return [f"{sent[kind]} times {kind}" for kind in most if sent[kind] > most[kind]]
 
 
@@ -224,12 +258,8 @@ class Aftermath:
         began, heard = world.kernel.now, Overheard(world)
         spans = max(len({*engine.shape.nodes}) for engine in (source, sink)) > 1
 
-        def is_done() -> bool:
-            new = {pull.wanted for pull in transfer.pulls}
-            return len(new) == sink.num_ranks and all(wanted.is_delivered for wanted in new)
-
         what = f"{transfer.transfer_id} of {source.shape.name}"
-        if not self._wait(is_done, limit_s + 1, 0.01):
+        if not self._wait(lambda: self._is_delivered(transfer, sink), limit_s + 1, 0.01):
             text = f"{what} does not arrive at {sink.shape.name}, although no more than {hardship.value}"
             raise Violation(Check.WORKS_AGAIN, text)
         heard.end()
@@ -253,7 +283,7 @@ class Aftermath:
         since = max(transfer.whole_at, began + STOPPED_S.get(hardship, 0.0), *first.values())
         if world.kernel.now > since + soon_s:
             raise Violation(Check.WORKS_AGAIN, f"{what} takes more than {soon_s:g} s: {hardship.value}")
-        needless = heard.asked_twice() + heard.warnings()
+        needless = heard.asked_twice() + heard.sent_twice() + heard.warnings()
         needless += heard.too_many(source, sink, transfer)
         if hardship is Hardship.NONE and needless:
             raise Violation(Check.QUIET, f"{what} at rest: {needless}")
@@ -268,6 +298,11 @@ class Aftermath:
         if not all(rank.is_alive for rank in sink.ranks):
             sink.die()
             sink.start()
+
+    @staticmethod
+    def _is_delivered(transfer: Transfer, sink: Engine) -> bool:
+        new = {pull.wanted for pull in transfer.pulls}
+        return len(new) == sink.num_ranks and all(wanted.is_delivered for wanted in new)
 
     def _wait_joined(self) -> None:
         """Wait until nothing of what was before stands in the way of what comes next."""
@@ -391,6 +426,56 @@ class Aftermath:
             return world.kernel.now > ends_at and transfer.transfer_id not in source.transfers
 
         self._wait(is_past, AWAITED_S)
+
+    def check_stalls(self) -> None:
+        """A source whose reads hang again and again is refused at once, for a while, and no sooner."""
+        world, source = self._world, self._rng.choice(self._world.sources)
+        alone = [one for one in world.sinks if len({*one.shape.nodes}) == 1]
+        sinks = [one for one in alone if one.shape.memory not in WITH_GPU]
+        # Where a read lands in a buffer, it leaves no blocks in doubt.
+        if source.shape.memory in WITH_GPU or world.traits.read == "covering" or not sinks:
+            return
+        sink, num_stalls = self._rng.choice(sinks), 0
+        self._wait(lambda: False, STALLS_WINDOW_S)
+        self._wait_joined()
+        ends_at = world.kernel.now + STALLS_WINDOW_S - 2 * STALL_S
+        while world.kernel.now < ends_at or num_stalls == NUM_STALLS:
+            pulls, took_s = self._pull_hanging(source, sink)
+            found = [re.search("did not end; .* try again in ([0-9]+) s", pull.why) for pull in pulls]
+            refused = [float(one[1]) for one in found if one is not None]
+            if bool(refused) is not (num_stalls == NUM_STALLS) or (refused and took_s > ENDS_SOON_S):
+                text = f"{source.shape.name} has stalled {num_stalls} times, and in {took_s:g} s pulls end"
+                raise Violation(Check.REASON, f"{text}: {[pull.why for pull in pulls]}")
+            if refused:
+                self._wait(lambda: False, max(refused) + 1.0)
+                break
+            num_stalls += any(pull.ended == "in-doubt" for pull in pulls)
+        world.tell("aftermath", f"{source.shape.name} is read again")
+        transfer = self._publish(source)
+        sink.pull(transfer, HARD_PULL_S)
+        if not self._wait(lambda: self._is_delivered(transfer, sink), HARD_PULL_S):
+            raise Violation(Check.WORKS_AGAIN, f"{source.shape.name} is not read again")
+
+    def _pull_hanging(self, source: Engine, sink: Engine) -> tuple[list[Pull], float]:
+        """Have an engine pull while no read goes on; return the pulls, and after what time all had ended."""
+        world, transfer = self._world, self._publish(source)
+        transfer.is_pulled_once = transfer.reads_hang = True
+        self._wait(lambda: transfer.ref is not None, PULL_S)
+        began = world.kernel.now
+        world.tell("aftermath", f"reads of {transfer.transfer_id} of {source.shape.name} hang")
+        for mover in world.fabric.agents.values():
+            mover.stalls_until = began + STALL_S
+        sink.pull(transfer, STALLED_DEADLINE_S)
+        self._wait(lambda: len(transfer.pulls) == sink.num_ranks, PULL_S, 0.01)
+        pulls, began = [*transfer.pulls], max(pull.began for pull in transfer.pulls)
+        self._wait(lambda: all(pull.ended for pull in pulls), PULL_S, 0.01)
+        took_s = world.kernel.now - began
+        self._wait(lambda: not any(worker.pulls for worker in sink.ranks), HARD_PULL_S)
+        self._wait(lambda: world.kernel.now > began + STALL_S or "did not end" in pulls[0].why, STALL_S)
+        if not transfer.is_over:  # its blocks are the next one's
+            transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
+        self._wait(lambda: transfer.transfer_id not in source.transfers, PULL_S)
+        return pulls, took_s
 
     def _publish(self, source: Engine, grows: bool = False) -> Transfer:
         grows = grows or self._rng.random() < GROWS_SHARE

@@ -13,6 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import msgspec
 
@@ -255,13 +256,19 @@ class Turns:
     def __init__(self, world: World) -> None:
         self._world = world
         self._sent: dict[Process, tuple[int, int]] = {}
+        self._operators: WeakSet[socket.socket] = WeakSet()  # who have as much as they ask for
         real_sendmsg, real_queue, real_select = (
             socket.socket.sendmsg, SimSocket._queue, selectors.EpollSelector.select
         )  # fmt: skip
 
         def sendmsg(sock: socket.socket, *arguments: object) -> int:
             sent = real_sendmsg(sock, *arguments)  # type: ignore[arg-type]
-            self._count(sent)
+            content = b"".join(arguments[0])[:sent]  # type: ignore[call-overload]
+            if content.startswith(b"HTTP/"):
+                self._operators.add(sock)
+            if sock not in self._operators:
+                self._count(sent)
+                self._world.on_sent(sock.fileno(), content)
             return sent
 
         def queue(sock: SimSocket, route: bytes | None, payload: bytes, tracker: SimTracker | None) -> None:

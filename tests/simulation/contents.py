@@ -171,12 +171,14 @@ def _columns(tensor: CacheTensor, group: Group) -> tuple[npt.NDArray[Any], ...]:
     )
 
 
-def least_reads(sink: Contents, sources: Iterable[Contents], mine: Lists, theirs: Lists) -> tuple[int, int]:
+def least_reads(
+    sink: Contents, sources: Iterable[Contents], mine: Lists, theirs: Lists
+) -> tuple[int, int, int]:
     """Return what one rank reads of a request: every item for which both sides have listed a block.
 
-    That is how many bytes, and how many ranges at least that are contiguous on both sides. `mine` are its
-    lists, `theirs` those that the source has published. `sources` are all its ranks: of those that hold a
-    byte the first one is read.
+    That is how many bytes, how many ranges at least that are contiguous on both sides, and of how many ranks.
+    `mine` are its lists, `theirs` those that the source has published. `sources` are all its ranks: of those
+    that hold a byte the first one is read.
     """
     wanted, local = sink.bytes_of(mine)
     held, places = zip(*(source.bytes_of(theirs) for source in sources), strict=True)
@@ -186,4 +188,4 @@ def least_reads(sink: Contents, sources: Iterable[Contents], mine: Lists, theirs
     order = order[np.isin(wanted[order], names)]
     local, at = local[order], remote[first[np.searchsorted(names, wanted[order])]]
     num_breaks = np.count_nonzero((np.diff(local) != 1) | (np.diff(at) != 1))
-    return len(order), int(num_breaks) + min(1, len(order))
+    return len(order), int(num_breaks) + min(1, len(order)), len(np.unique(at >> 48))

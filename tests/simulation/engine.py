@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from kvxferd.client.publishes import RETRIED_ON_REPLAY
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation, Rank, TransferId
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
+from kvxferd.mover.chunks import slices
 from kvxferd.wire.common import RefLike
 from tests.simulation.checks import Check
 from tests.simulation.contents import Lists, least_reads
@@ -25,7 +27,7 @@ from tests.simulation.fabric import Pace, SimTransport
 from tests.simulation.history import End
 from tests.simulation.kernel import Process, Task
 from tests.simulation.reasons import OF_LIARS, OF_LIARS_PUBLISH
-from tests.simulation.safety import writers_of
+from tests.simulation.safety import posts_into, writers_of
 from tests.simulation.shapes import (
     Deployment,
     RankShape,
@@ -67,6 +69,10 @@ FEW_READERS = {"acknowledged", "core.source.transfer_table MAX_READERS"}  # of `
 LEASE_S = 8.0  # of a transfer that names none, and of a grant
 LEASES_S = (LEASE_S, 4.0, 2.0, 12.0) * 5 + (0.2,)  # the last may be over before the blocks are written
 IN_PARTS = "resident.thread_mover MAX_RUNS_AT_ONCE"  # between which runs are not joined
+MORE_POSTS = {
+    IN_PARTS, "mover.chunks.slices MAX_DESCRIPTORS", "mover.chunks.slices MAX_RUN_BYTES",
+    "mover.reads.pull_engine SliceBudget",
+}  # fmt: skip
 LOW_LIMIT = 3  # of an engine's transfers, and of a rank's pulls, where limits are low
 PIECE_S = 0.9  # within which a pull at rest has read a first piece
 REFUSED_S = 3.0  # within which what is too much has been refused
@@ -1403,12 +1409,34 @@ class Worker:
         ranks = sorted(held, key=lambda rank: (rank.tp_rank < own, rank.tp_rank))
         sources = [contents_of(held[rank]) for rank in ranks]
         sink, theirs, traits = contents_of(self.shape.layout), pull.transfer.lists, self.world.traits
-        num_bytes, num_runs = least_reads(sink, sources, pull.lists, theirs)
+        num_bytes, num_runs, num_sources = least_reads(sink, sources, pull.lists, theirs)
         may_have_more = traits.read != "direct" or pull.is_progressive or IN_PARTS in traits.small_numbers
         is_right = event.runs >= num_runs if may_have_more else event.runs == num_runs
         if event.bytes != num_bytes or not is_right:
             what = f"pull {event.ticket.number} of {self.name} names {event.bytes} bytes in {event.runs} runs"
             self.world.violate(Check.ALL_BYTES, f"{what}: its rank holds {num_bytes} in {num_runs}")
+        self._check_posts(pull, num_sources, num_bytes + num_runs * slices.DESCRIPTOR_COST_BYTES)
+
+    def _check_posts(self, pull: Pull, num_sources: int, cost_bytes: int) -> None:
+        """What takes a short time is read from each rank by one post, and the fence word by one."""
+        assert self.store is not None
+        world, transfer = self.world, pull.transfer
+        if pull.is_progressive or not world.expectations.is_calm(pull.began):
+            return
+        words = {address for _, address, _ in world.words.granted.get(transfer.name, ())}
+        for mover in world.holders_of(self.store):
+            behind = takewhile(lambda post: post.remote in words, reversed(mover.posts))
+            if (num_words := sum(post.at >= pull.began for post in behind)) > 1:
+                what = f"{self.name} reads the fence word of {transfer.transfer_id}"
+                world.violate(Check.QUIET, f"{what} {num_words} times behind its data")
+        is_long = cost_bytes > slices.SliceBudget.MIN_BYTES or MORE_POSTS & {*world.traits.small_numbers}
+        has_gpu = {self.engine.shape.memory, transfer.publisher.engine.shape.memory} & {*WITH_GPU}
+        if world.traits.read != "direct" or is_long or has_gpu:
+            return
+        num_posts = posts_into(world.fabric, self.store, pull.lists, pull.began)
+        if num_posts != num_sources:
+            text = f"{self.name} reads {transfer.transfer_id} of {num_sources} ranks in {num_posts} posts"
+            world.violate(Check.QUIET, text)
 
     def _quiesced(self, ticket: int, event: client.Quiesced) -> None:
         pull = self.pulls.get(ticket)

@@ -42,7 +42,7 @@ REPLY_S = 5.0
 LEAVE_AFTER_S = (0.0, 0.0005, 0.002, 0.02)
 TRAFFIC_S = (0.002, 0.01, 0.03, 0.3)
 NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
-LOST_NODE_SHARE, BLUNDERS_SHARE = 0.15, 0.5  # of the episodes
+LOST_NODE_SHARE, BLUNDERS_SHARE, STALLS_SHARE = 0.15, 0.5, 0.5  # of the episodes
 
 
 class Size(msgspec.Struct, frozen=True):
@@ -237,6 +237,9 @@ class Episode:
             self.aftermath.check_hardships(self.plan.size.hardships)
             self.aftermath.check_ends()
             self.aftermath.check_deadlines()
+            self._rest()
+        if self.rng.random() < STALLS_SHARE and not self.plan.traits.may_be_busy:
+            self.aftermath.check_stalls()
             self._rest()
         if self.rng.random() < BLUNDERS_SHARE and not self.plan.traits.may_be_busy:
             Blunders(self.world, self.rng, self._wait).check()

@@ -13,10 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvxferd.ids import AgentName
+from kvxferd.mover.chunks import covering, slices
+from kvxferd.mover.reads import pull_engine
 from kvxferd.mover.transport.base import HOST, MemoryRange, ReadHandle, ReadKinds, TransportError
 from kvxferd.plan import Runs
+from kvxferd.wire.limits import CHUNK_BYTES
 from tests.simulation.kernel import Kernel, Process
 
 LATEST_S = 2.0  # how late a piece of a failed read may land
@@ -25,6 +29,7 @@ OWN_SHARE = 0.1  # of what waits for a read meets one of a mover's own memory, w
 AT_ONCE_SHARE = 0.1  # of reads are over when they are posted
 STOPPED_POLL_S, STALLED_POLL_S = 0.01, 0.05
 SEEN_S = (0.0, 2e-4, 1e-3, 5e-3)  # after which a mover that polls has seen what has happened
+NUM_POSTS_KEPT = 500  # of each agent
 FAILURE_SEEN_S = (1e-4, 5e-3, 3e-2)  # a failure: meanwhile pieces land
 
 Run = tuple[int, int, int]  # local address, remote address, bytes
@@ -87,6 +92,14 @@ class Read:
                 yield from ((local, size) for local, _, size in piece)
 
 
+class Post(NamedTuple):
+    """When a read was posted, and from where its first run goes to where."""
+
+    at: float
+    remote: int
+    local: int
+
+
 class Fabric:
     """What joins all agents of an episode."""
 
@@ -97,9 +110,11 @@ class Fabric:
         self.violate = violate
         self.agents: dict[AgentName, SimTransport] = {}
         self.num_late = 0
+        self.reads_directly = False  # no read covers several runs
         self.is_hurried = False  # no chance is taken any more
         self.num_bindings_to_refuse = 0  # so many movers cannot register memory
         self.on_strike: Callable[..., None] = lambda process, seconds=0.0: None  # its reads fail, or stall
+        self.on_chunk: Callable[[SimTransport], None] = lambda transport: None  # it has one more
         self.on_moment: Callable[[Moment, SimTransport], None] = lambda moment, transport: None
 
     @property
@@ -127,6 +142,7 @@ class SimTransport:
         self._lost: set[AgentName] = set()
         self.reads: dict[Read, None] = {}  # those that may write
         self.held: set[Read] = set()  # those that its mover has not seen fail, and has not released
+        self.posts: deque[Post] = deque(maxlen=NUM_POSTS_KEPT)
         self._waiting: list[tuple[SimTransport, Read, int]] = []  # until this mover serves
         self._notes: deque[tuple[AgentName, bytes]] = deque()
         self._is_closed = False
@@ -155,6 +171,8 @@ class SimTransport:
                 self._fabric.on_strike(self.process)
                 raise TransportError("cannot register memory: simulated failure", settled=True)
         self._spans[span.address] = span.size_bytes
+        if span.size_bytes == CHUNK_BYTES:
+            self._fabric.on_chunk(self)
 
     def deregister(self, span: MemoryRange) -> None:
         end = span.address + self._spans.pop(span.address)
@@ -181,6 +199,11 @@ class SimTransport:
         self._remote.pop(agent, None)
         self._lost.discard(agent)
 
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks it has for covering reads."""
+        return [*self._spans.values()].count(CHUNK_BYTES)
+
     def has_any(self, ranges: Sequence[tuple[int, int]]) -> bool:
         """Whether memory in one of these ranges of addresses is registered."""
         return any(begin <= address < end for address in self._spans for begin, end in ranges)
@@ -196,6 +219,8 @@ class SimTransport:
         listed: list[Run] = list(
             zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True)
         )
+        self._check_size(agent, [size for *_, size in listed])
+        self.posts.append(Post(self._kernel.now, listed[0][1], listed[0][0]))
         taken = sorted(one for read in self.reads for one in read.to_land())
         for local, remote, size in listed:
             before = bisect(taken, (local + size,))
@@ -227,6 +252,16 @@ class SimTransport:
                 self._later(read, index, rng.choice(self._fabric.latencies_s))
         read.done = not read.num_left
         return read
+
+    def _check_size(self, agent: AgentName, sizes: Sequence[int]) -> None:
+        """One post reads so little that it takes a short time."""
+        most, budget = slices.MAX_DESCRIPTORS, pull_engine.SliceBudget  # type: ignore[attr-defined]
+        if not self._fabric.reads_directly:
+            most = max(most, covering.MAX_DESCRIPTORS)  # type: ignore[attr-defined]
+        cost = sum(sizes) + len(sizes) * slices.DESCRIPTOR_COST_BYTES
+        most_cost = pull_engine.ALONE_BUDGETS * budget.MAX_BYTES
+        if len(sizes) > most or (len(sizes) > 1 and cost > most_cost):
+            self._violate(f"{len(sizes)} descriptors of {sum(sizes)} bytes in one post from {agent}")
 
     def _cut(self, agent: AgentName, listed: list[Run]) -> Read:
         """Cut a read into pieces, some runs in the middle."""

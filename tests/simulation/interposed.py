@@ -373,7 +373,7 @@ def _install_sockets(kernel: Kernel, send_buffer: int) -> None:
     def send(sock: socket.socket, content: Any, flags: int = 0) -> int:
         if len(content) == 1:  # by which a loop wakes itself
             return _real_send(sock, content, flags)
-        return sendmsg(sock, [bytes(content)], (), flags)  # asyncio resizes its buffer in spite of an error
+        return sock.sendmsg([bytes(content)], (), flags)  # asyncio resizes its buffer in spite of an error
 
     def recvmsg_into(sock: socket.socket, buffers: Any, *more: Any) -> Any:
         if size := kernel.current.process.io_bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -76,14 +76,26 @@ def writers_of(fabric: Fabric, store: Store, lists: Lists) -> list[str]:
     reads = [(mover, read) for mover in fabric.agents.values() for read in mover.reads if read.may_write]
     if not reads or store.is_freed:
         return []
+    is_of_blocks = _writes_to(store, lists)
+    writers = (mover for mover, read in reads if any(is_of_blocks(*landing) for landing in read.to_land()))
+    return [*dict.fromkeys(mover.process.name for mover in writers)]
+
+
+def posts_into(fabric: Fabric, store: Store, lists: Lists, since: float) -> int:
+    """Return how many reads were posted since then that write these blocks."""
+    is_of_blocks = _writes_to(store, lists)
+    posts = (post for mover in fabric.agents.values() for post in mover.posts if post.at >= since)
+    return sum(is_of_blocks(post.local, 1) for post in posts)
+
+
+def _writes_to(store: Store, lists: Lists) -> Callable[[int, int], bool]:
+    """Return whether something lands in these blocks, by its address in a simulated process and its size."""
     masks = dict(zip((os.fstat(m.fd).st_ino for m in store.memories), store.masks_of(lists), strict=True))
     mapped = [one for one in mappings() if one.inode in masks]
-    found: dict[str, None] = {}
-    for mover, read in reads:
-        for local, size in read.to_land():
-            for one in mapped:
-                if one.begin <= local < one.end:
-                    at = local - one.begin + one.offset
-                    if np.any(masks[one.inode][at : at + size]):
-                        found[mover.process.name] = None
-    return [*found]
+
+    def is_of_blocks(local: int, size: int) -> bool:
+        found = (one for one in mapped if one.begin <= local < one.end)
+        starts = ((one.inode, local - one.begin + one.offset) for one in found)
+        return any(bool(np.any(masks[inode][at : at + size])) for inode, at in starts)
+
+    return is_of_blocks

@@ -17,7 +17,11 @@ from kvxferd.client import pulls
 from kvxferd.core.node import Node
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
+from kvxferd.core.sink.stalled_sources import SourceBreaker
 from kvxferd.errors import Code, EngineError
+from kvxferd.frame_socket import FrameSocket
+from kvxferd.mover.chunks.chunk_pool import ChunkPool
+from kvxferd.mover.chunks.slices import Slicer
 from tests.simulation import audit, blunders, engine, fabric, history, runs
 from tests.simulation.checks import Check
 from tests.simulation.engine import Kernels, Transfer, Worker
@@ -48,6 +52,7 @@ FENCE_BYTES = 16
 
 _real_handle = Worker._handle
 _real_send, _real_pull, _real_holder_of = Network.send, Worker.pull, Words.holder_of
+_real_next_slice, _real_send_frame = Slicer.next_slice, FrameSocket.send
 _real_publish, _real_queue = client.Publisher.publish, SimSocket._queue
 _real_least_reads = engine.least_reads
 _real_check_bytes, _real_memmove = Worker._check_bytes, ctypes.memmove
@@ -136,9 +141,20 @@ def _publish_whatever(publisher: client.Publisher, *arguments: Any, **named: Any
         return None
 
 
-def _with_a_run_more(*arguments: Any) -> tuple[int, int]:
-    num_bytes, num_runs = _real_least_reads(*arguments)
-    return num_bytes, num_runs + 1
+def _with_a_run_more(*arguments: Any) -> tuple[int, int, int]:
+    num_bytes, num_runs, num_sources = _real_least_reads(*arguments)
+    return num_bytes, num_runs + 1, num_sources
+
+
+def _send_twice(stream: FrameSocket, payload: bytes, fds: tuple[int, ...] = ()) -> None:
+    _real_send_frame(stream, payload, fds)
+    if b"SetPolling" in payload:
+        _real_send_frame(stream, payload)
+
+
+def _all_at_once(slicer: Slicer, budget_bytes: int) -> Any:
+    slicer._next = len(slicer._runs.length)
+    return slicer._runs
 
 
 def _keep_pipe(worker: Worker, *arguments: Any) -> None:
@@ -153,7 +169,7 @@ def _is_member(worker: Worker, event: client.Released) -> bool:
 
 PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.RIGHT_BYTES, "a byte is wrong", fabric, "ctypes", CtypesThatSpoil),
-    (Check.ALL_BYTES, "another sum", engine, "least_reads", lambda *_: (0, 0)),
+    (Check.ALL_BYTES, "another sum", engine, "least_reads", lambda *_: (0, 0, 0)),
     (Check.ALL_BYTES, "a run more", engine, "least_reads", _with_a_run_more),
     (Check.UNTOUCHED, "no blocks are lent", Store, "lend", _nothing),
     (Check.BEFORE_KERNELS, "kernels end early", Kernels, "query", lambda self: True),
@@ -197,6 +213,11 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.WORKS_AGAIN, "no pull at rest", Worker, "pull", _pull_not_at_rest),
     (Check.QUIET, "requests are sent twice", SimSocket, "_queue", _queue_twice),
     (Check.LIBRARY, "no memory is registered", SimTransport, "holds", lambda self, address, size: False),
+    (Check.LIBRARY, "one post is all", Slicer, "next_slice", _all_at_once),
+    (Check.QUIET, "a post a descriptor", Slicer, "next_slice", lambda self, size: _real_next_slice(self, 1)),
+    (Check.QUIET, "frames are sent twice", FrameSocket, "send", _send_twice),
+    (Check.LIMIT, "a mover takes any memory", ChunkPool, "_num_more", lambda self, now: 1),
+    (Check.REASON, "no stall counts", SourceBreaker, "record_stall", _nothing),
     (Check.NO_BUG, "a daemon raises", SimDaemon, "_after_events", _raise(ValueError("planted"))),
     (Check.TURN, "a low bound", audit, "MAX_TURN_MESSAGES", 1),
     (Check.INTEGRITY, "tables disagree", Node, "check_integrity", _raise(AssertionError("planted"))),

@@ -33,7 +33,9 @@ from kvxferd.core.limits import table as limits
 from kvxferd.core.sink import stalled_sources
 from kvxferd.core.source import grants
 from kvxferd.memory import driver_registry
+from kvxferd.mover.chunks.slices import SliceBudget
 from kvxferd.wire import block_id_parts, fd_batches, framing
+from kvxferd.wire.limits import CHUNK_BYTES
 from tests.simulation import interposed, libzmq, network
 from tests.simulation.audit import Requests
 from tests.simulation.checks import Check, Expectations, Violation
@@ -68,9 +70,15 @@ OWNERSHIP_S = 25.0  # of an engine's name, once its last rank has left, where al
 PAGE_BYTES = 24  # of a source's block ids, where lists go in parts
 
 
+class SmallBudget(SliceBudget):
+    """The time of one to four descriptors."""
+
+    MIN_BYTES, START_BYTES, MAX_BYTES = 20 << 10, 40 << 10, 80 << 10
+
+
 # Numbers of the product that are never reached in small worlds: each low enough that it is. Those without a
 # module are rows of the table of limits, or settings. Past these, honest requests may be refused.
-LOW_NUMBERS = {
+LOW_NUMBERS: dict[str, int] = {
     "acknowledged": 24,
     "block_id_bytes": 40_000,
     "grants": 6,
@@ -98,7 +106,7 @@ LOW_NUMBERS = {
     "control.worker_socket MAX_QUEUED_BYTES": 100,
 }
 # Past these something is done in more steps, in another way, or again; nothing is refused.
-SMALL_NUMBERS = {
+SMALL_NUMBERS: dict[str, object] = {
     "client.pulls MIN_STALE_TIMERS": 0,
     "control.peer_inbox MAX_CACHED_BYTES": 1,
     "control.peer_inbox MAX_INLINE_BYTES": 64,
@@ -129,11 +137,13 @@ SMALL_NUMBERS = {
     "mover.chunks.scatterer INLINE_S": 0,
     "mover.chunks.slices MAX_DESCRIPTORS": 2,
     "mover.chunks.slices MAX_RUN_BYTES": 16,
+    "mover.reads.pull_engine ALONE_BUDGETS": 1,
     "mover.reads.pull_engine MAX_INFLIGHT": 2,
     "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL": 1,
     "mover.reads.pull_engine MAX_PLAIN_SHIFTS": 1,
     "mover.reads.pull_engine MAX_SHORT_PULLS_IN_A_ROW": 1,
     "mover.reads.pull_engine SHORT_BYTES": 64,
+    "mover.reads.pull_engine SliceBudget": SmallBudget,
     "mover.transport.buffers _LONG_RUN_BYTES": 32,
     "mover.transport.reply_agents MAX_LOADED": 1,
     "mover.transport.staging MAX_ACTIVE_CHUNKS": 1,
@@ -264,7 +274,7 @@ class World:
             if named.startswith("limits."):
                 continue
             if module:
-                number = (LOW_NUMBERS | SMALL_NUMBERS)[named]
+                number = SMALL_NUMBERS.get(named, LOW_NUMBERS.get(named))
                 interposed.set_on(importlib.import_module(f"kvxferd.{module}"), name, number)
             else:
                 low = limits.TABLE[named]._replace(total=LOW_NUMBERS[named])
@@ -273,7 +283,8 @@ class World:
         self.network.tell = lambda what: self.tell("network", what)
         libzmq.install(self.kernel, self.network, interposed.set_on)
         self.fabric = Fabric(self.kernel, traits.transport, traits.pace, self._misused)
-        self.fabric.on_moment = self._reached
+        self.fabric.on_moment, self.fabric.on_chunk = self._reached, self._has_chunk
+        self.fabric.reads_directly = traits.read == "direct"
         self.words, self.requests = Words(self.fabric), Requests(self)
         self.nodes = Nodes(self.kernel, self.fabric, interposed.set_on)
         self._drivers: dict[Process, FakeDriver] = {}
@@ -295,6 +306,7 @@ class World:
         self.unsure_counts: set[str] = set()  # nodes whose daemon was restarted, or a worker died there
         self.on_pull: Callable[[], None] = lambda: None
         self.on_warning: Callable[[str], None] = lambda text: None
+        self.on_sent: Callable[[int, bytes], None] = lambda fd, content: None  # by the running process
         # What happens, and how soon, to the movers that reach a moment next.
         self.planned_at: dict[Moment, list[tuple[float, Callable[[SimTransport], None]]]]
         self.planned_at = {moment: [] for moment in Moment}
@@ -511,6 +523,17 @@ class World:
         if planned := self.planned_at[moment]:
             delay_s, strike = planned.pop(0)
             self.after(delay_s, strike, transport)
+
+    def _has_chunk(self, mover: SimTransport) -> None:
+        """All movers of a daemon together have as much memory for covering reads as its limit allows."""
+        for daemon in self.daemons.values():
+            if _descends(mover.process, daemon):
+                movers = (one for one in self.fabric.agents.values() if _descends(one.process, daemon))
+                if (
+                    num_bytes := CHUNK_BYTES * sum(one.num_chunks for one in movers)
+                ) > self.traits.staging_bytes:
+                    text = f"the movers of {daemon.name} have {num_bytes} bytes for covering reads"
+                    self.violate(Check.LIMIT, text)
 
     def plan_nothing(self) -> None:
         """Forget what was to go wrong next."""
