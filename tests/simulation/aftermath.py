@@ -140,7 +140,9 @@ class Overheard:
         # By sender, kind, number, and what transfer it names.
         self._requests: Counter[tuple[str, str, int, str]] = Counter()
         self._warnings: list[str] = []
-        self._frames: Counter[tuple[str, int, bytes]] = Counter()  # by sender, and its descriptor
+        self._num_frames: Counter[str] = Counter()  # by kind
+        self._last_frames: dict[tuple[str, int, str], bytes] = {}  # by sender, its descriptor, and kind
+        self._repeated: list[str] = []
         world.network.on_request, world.on_warning = self._request, self._warnings.append
         world.on_sent = self._sent
 
@@ -158,7 +160,11 @@ class Overheard:
             frame, content = content[HEADER.size :][:length], content[HEADER.size + length :]
             if zero or len(frame) < length or b"\xa1t" not in frame[:4]:
                 return
-            self._frames[self._world.kernel.current.process.name, fd, frame] += 1
+            sender, kind = self._world.kernel.current.process.name, str(msgspec.msgpack.decode(frame)["t"])
+            self._num_frames[kind] += 1
+            if self._last_frames.get((sender, fd, kind)) == frame:  # else it may take back the one before
+                self._repeated.append(f"{sender} sends twice: {frame!r}")
+            self._last_frames[sender, fd, kind] = frame
 
     def end(self) -> None:
         """Listen no more."""
@@ -167,8 +173,8 @@ class Overheard:
         self._world.on_warning = lambda _: None
 
     def sent_twice(self) -> list[str]:
-        """Return the frames that were sent more than once over one socket."""
-        return [f"{sender} sends twice: {frame!r}" for (sender, _, frame), n in self._frames.items() if n > 1]
+        """Return the frames that say what the one of their kind before said, over the same socket."""
+        return self._repeated
 
     def asked_twice(self) -> list[str]:
         """Return the requests that were sent more than once."""
@@ -181,8 +187,7 @@ class Overheard:
     def too_many(self, source: Engine, sink: Engine, transfer: Transfer) -> list[str]:
         """Return of which kinds there are more requests than the transfer takes."""
         sent = Counter(kind for _, kind, _, name in self._requests if name in ("", transfer.transfer_id))
-        for _, _, frame in self._frames:
-            sent[str(msgspec.msgpack.decode(frame)["t"])] += 1
+        sent += self._num_frames
         num_steps = len(transfer.steps)
         each = {
             "ManifestRequest": source.num_ranks, "ReleaseGrant": 2,
