@@ -15,24 +15,30 @@ from msgspec.structs import replace
 from kvxferd import client
 from kvxferd.client import BlockList
 from kvxferd.core.limits import table as limits
+from kvxferd.core.ranks.registration_checks import REGISTER_PER_S
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import EngineId, Generation, GroupName, Incarnation, Rank, Ticket, TransferId
-from kvxferd.layout import CacheTensor, EngineSpec, GroupKind, PackedBlocks, RankLayout
-from kvxferd.layout.presets import attention_layout
+from kvxferd.ids import EngineId, Rank
+from kvxferd.layout import CacheTensor, EngineSpec, GroupKind, RankLayout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import limits as sizes
-from kvxferd.wire import worker as worker_wire
-from kvxferd.wire.common import BlockIds, Message, Versions
-from kvxferd.wire.framing import HEADER, encode_frame
+from kvxferd.wire.common import Message
 from tests.simulation import wrong_daemons
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import Transfer, Worker
+from tests.simulation.engine import Engine, Transfer, Worker
+from tests.simulation.false_messages import (
+    ARRIVES,
+    FALSE_MESSAGES,
+    TAKEN,
+    UNHEARD,
+    Between,
+    FalseMessage,
+)
 from tests.simulation.history import End
 from tests.simulation.interposed import set_on
 from tests.simulation.shapes import draw_request, own_lists
 from tests.simulation.store import MemoryKind, Store
 from tests.simulation.wrong_daemons import WRONG, WrongMessage
-from tests.support.raw_worker import RawWorker, frame
+from tests.simulation.wrong_workers import OF_RANKS, OF_STRANGERS, be_stranger
 
 if TYPE_CHECKING:
     from tests.simulation.aftermath import Wait
@@ -40,9 +46,12 @@ if TYPE_CHECKING:
 
 ANSWER_S = 12.0
 NUM_CALLS = 40  # of an episode
-NUM_STRANGERS = 4  # that send something wrong one after another
+NUM_STRANGERS = 8  # that send something wrong one after another
 OWNER_SHARE = 0.3
 NUM_WRONG_DAEMONS = 6
+NUM_FALSE_MESSAGES = 20
+ANEW_S = 0.3  # after which daemons are connected again
+UNHEARD_S = 3.0  # the lease of a transfer of which nobody hears that it was read
 BACK_S, SETTLED_S = 60.0, 14.0  # of a daemon that was restarted
 NUM_TOKENS = 5
 TOO_MANY_TOKENS = 17  # no transfer has so many
@@ -295,55 +304,6 @@ OF_OTHER_MODELS: dict[str, tuple[Code, Callable[[Stranger], Stranger]]] = {
 }  # fmt: skip
 
 
-# What a process sends that is no client.
-HELLO = worker_wire.Hello(versions=worker_wire.WORKER_VERSIONS, client="stranger")
-ATTACH = worker_wire.Attach(request=1, engine_id=EngineId("stranger"), generation=Generation("g1"))
-IDS = [
-    BlockIds(stream=n, group=GroupName("g"), offset=0, ids=b"") for n in range(sizes.MAX_OPEN_ASSEMBLIES + 1)
-]
-OF_STRANGERS: dict[str, tuple[Code, list[Message | bytes]]] = {
-    "nothing first": (Code.OUT_OF_PLACE, [worker_wire.Suspend()]),
-    "hello twice": (Code.OUT_OF_PLACE, [HELLO, HELLO]),
-    "a version of tomorrow": (
-        Code.BAD_VERSION, [worker_wire.Hello(versions=Versions(oldest=99, newest=99), client="stranger")],
-    ),
-    "a large hello": (Code.FRAME_TOO_LARGE, [replace(HELLO, client="s" * sizes.MAX_HELLO_BYTES)]),
-    "a cancel of nobody's": (Code.OUT_OF_PLACE, [HELLO, worker_wire.Cancel(ticket=Ticket(1))]),
-    "a report of no rank's": (
-        Code.OUT_OF_PLACE, [HELLO, ATTACH, worker_wire.Ready(TransferId("t1"), Incarnation("here"))],
-    ),
-    "no message": (Code.BAD_FRAME, [HELLO, encode_frame(b"\xc1")]),
-    "ids of more requests than there may be": (Code.BAD_FRAME, [HELLO, ATTACH, *IDS]),
-    "ids of more groups than there may be": (
-        Code.BAD_FRAME,
-        [HELLO, ATTACH, *(replace(IDS[0], group=f"g{n}") for n in range(sizes.MAX_GROUPS_PER_REQUEST + 1))],
-    ),
-    "ids behind none": (Code.BAD_FRAME, [HELLO, ATTACH, replace(IDS[0], offset=4)]),
-    "a message of no kind": (Code.BAD_FRAME, [HELLO, encode_frame(b"\x81\xa1t\xa4None")]),
-    "a frame past the limit": (Code.FRAME_TOO_LARGE, [HELLO, HEADER.pack(sizes.MAX_FRAME_BYTES + 1, 0, 0)]),
-    "a large first frame": (Code.FRAME_TOO_LARGE, [HEADER.pack(sizes.MAX_FRAME_BYTES, 0, 0)]),
-    "more descriptors than go": (Code.BAD_FRAME, [HELLO, HEADER.pack(8, sizes.MAX_FDS_PER_FRAME + 1, 0)]),
-    "a header of another kind": (Code.BAD_FRAME, [HELLO, HEADER.pack(8, 0, 7)]),
-    "descriptors that do not come": (Code.BAD_FRAME, [HELLO, HEADER.pack(1, 2, 0), b"\x80"]),
-}  # fmt: skip
-
-# What a rank sends that has registered as this, and is no client.
-SPEC = EngineSpec(EngineId("stranger"), Generation("g1"), num_layers=1, num_kv_heads=1)
-LAYOUT = attention_layout(spec=SPEC, num_kv_heads=1, head_dim=2, block_tokens=NUM_TOKENS, num_blocks=1)
-((REGION, REGION_BYTES),) = [(one.region, one.size_bytes) for one in LAYOUT.regions]
-LISTS = {GroupName("full"): PackedBlocks(ids=bytes(4))}
-PUBLISH = worker_wire.Publish(TransferId("t1"), "0" * 32, LISTS, NUM_TOKENS, fence_slot=0, incarnations=())
-OF_RANKS: dict[str, tuple[Code, list[Message | bytes]]] = {
-    "a mover that was not offered": (Code.OUT_OF_PLACE, [worker_wire.MoverAcknowledged(number=9)]),
-    "deliveries without end": (
-        Code.BAD_FRAME, [worker_wire.DeliveredByMover(tickets=(Ticket(1),) * (1 << 16))],
-    ),
-    "a report of no memory": (Code.BAD_FRAME, [worker_wire.Ready(transfer_id=TransferId("t1"))]),
-    "a publish without a word": (Code.OUT_OF_PLACE, [PUBLISH]),
-    "a publish past all words": (Code.OUT_OF_PLACE, [replace(PUBLISH, fence_slot=1 << 30)]),
-}  # fmt: skip
-
-
 def _is_offered(worker: Worker) -> bool:
     """Whether another process could offer to be this rank: of an engine that spans, its home says so late."""
     shape = worker.engine.shape
@@ -377,8 +337,8 @@ class Blunders:
             elif drawn < 0.7:
                 self._check_call(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS)
             elif drawn < 0.78:
-                for name in rng.sample(sorted(OF_STRANGERS | OF_RANKS), NUM_STRANGERS):
-                    self._check_stranger(reader.node, name)  # which has engines: it keeps their owners
+                for codes, sent in rng.sample(OF_STRANGERS + OF_RANKS, NUM_STRANGERS):
+                    self._check_stranger(reader.node, codes, sent)  # it has engines: it keeps their owners
             elif drawn < 0.82:
                 self._check_no_daemon(rng.choice(world.node_names))
                 for wrong in rng.sample(WRONG, NUM_WRONG_DAEMONS):
@@ -391,6 +351,10 @@ class Blunders:
                 self._check_growing(rng.choice(growing))
         transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
         self._wait(lambda: bool(transfer.released), ANSWER_S)  # what follows needs its blocks
+        alone = [one for one in world.sources if len({*one.shape.nodes}) == 1]
+        pairs = [(one, rank) for one in alone for other in world.sinks for rank in other.ranks]
+        if between := [(one, rank) for one, rank in pairs if rank.node not in one.shape.nodes]:
+            self._check_false_messages(*rng.choice(between))
         if rng.random() < OWNER_SHARE:
             self._check_owner()
 
@@ -428,6 +392,63 @@ class Blunders:
             run = partial(self._call, worker, what, call)
             self._expect(code, f"{worker.name} calls {what} with {name}", run, worker)
 
+    def _check_false_messages(self, source: Engine, reader: Worker) -> None:
+        """What another daemon sends that cannot be is refused, and what just can be is taken."""
+        if (transfer := source.publish(2, grows=False, num_tokens=NUM_TOKENS)) is None:
+            return
+        transfer.lease_s = NUM_FALSE_MESSAGES * ANSWER_S
+        self._wait(lambda: transfer.ref is not None, ANSWER_S)
+        world = self._world
+        between = Between(world.kernel, world.host_of(reader.node), world.host_of(source.shape.nodes[0]))
+        has_pages = {
+            "manifests": "core.source.manifests MAX_PAGE_BYTES" in world.traits.small_numbers,
+            "grants": world.traits.part_bytes > 0,
+        }
+        able = [one for one in FALSE_MESSAGES if not has_pages.get(one.pages_of)]
+        world.network.change = between.change
+        for false in self._rng.sample(able, NUM_FALSE_MESSAGES):
+            self._check_false(reader, transfer, false, between)
+        self._part(between)
+        world.network.change = lambda _, payload: payload
+        transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
+        self._wait(lambda: bool(transfer.released), ANSWER_S)
+        self._wait(lambda: False, SETTLED_S)  # engines that span both are whole again
+
+    def _check_false(self, reader: Worker, transfer: Transfer, false: FalseMessage, between: Between) -> None:
+        source, ref = transfer.publisher.engine, transfer.ref
+        assert ref is not None
+
+        def pull(code: Code, text: str) -> None:
+            is_granted = code is not TAKEN and false.name in ("GrantRequest", "GrantReply")
+            used = ref if is_granted else replace(ref, nonce="0" * 32)
+            self._check_call(reader, transfer, "pull", {text: (code, lambda call: call._replace(ref=used))})
+
+        if false.code is Code.SHAPE_MISMATCH:
+            self._part(between)
+            pull(TAKEN, "what it is to know before")
+        self._part(between, false)
+        if false.code not in (ARRIVES, UNHEARD):
+            pull(false.code, false.described)
+            return
+        if (new := source.publish(1, grows=False)) is not None:
+            new.lease_s, new.is_of_liar = UNHEARD_S, True
+            self._wait(lambda: new.ref is not None, ANSWER_S)
+            reader.engine.pull(new, ANSWER_S)
+            if not self._wait(lambda: new.is_over, ANSWER_S) or {*new.released.values()} != {false.code}:
+                text = f"{new.transfer_id} for {reader.engine.shape.name} ends as {new.released.values()}"
+                raise Violation(Check.REFUSED, f"{text}, not {false.code}: {false.described}")
+
+    def _part(self, between: Between, false: FalseMessage | None = None) -> None:
+        """Break what joins two daemons: they know nothing of each other, and something is false from then."""
+        between.false = None
+        self._wait(lambda: between.is_quiet, UNHEARD_S)  # what is under way would keep what they know
+        network = self._world.network
+        for wire in [one for one in network.wires if {one.dealer.host, one.router.host} == between.hosts]:
+            network.cut(wire)
+        between.open.clear()  # what is still wanted is sent again
+        between.false = false
+        self._wait(lambda: False, ANEW_S)
+
     def _expect(
         self,
         code: object,
@@ -445,8 +466,9 @@ class Blunders:
         else:
             self._world.kernel.spawn(f"stranger at {by}", partial(run, answers), uid=uid)
         self._wait(lambda: False, settle_s)
-        if not self._wait(lambda: bool(answers), ANSWER_S) or answers != [code]:
-            raise Violation(Check.REFUSED, f"{what}: {answers}, not {code}")
+        codes = [*code] if isinstance(code, tuple) else [code]
+        if not self._wait(lambda: bool(answers), ANSWER_S) or answers != codes:
+            raise Violation(Check.REFUSED, f"{what}: {answers}, not {codes}")
 
     def _call(self, worker: Worker, what: str, call: Call, answers: list[object]) -> None:
         handle: Any = worker.handle
@@ -481,29 +503,21 @@ class Blunders:
 
         self._expect(code, f"{worker.name} says {name}", run, worker)
 
-    def _check_stranger(self, node: str, name: str) -> None:
+    def _check_stranger(self, node: str, codes: tuple[Code, ...], sent: list[Message | bytes]) -> None:
         """A process that is no client hears why it is refused, and if its connection is closed."""
-        code, sent = (OF_STRANGERS | OF_RANKS)[name]
+        is_rank = any(sent is one for _, one in OF_RANKS)
+        number = self._world.take_number() if is_rank else 0
+        kinds = [one.hex() if isinstance(one, bytes) else type(one).__name__ for one in sent]
+        text = f"a {'rank' if is_rank else 'process'} sends {kinds[-4:]}, last {sent[-1]!r:.200}, to {node}"
+        path, few = str(self._world.socket_of(node)), self._world.traits.has_few_starts
 
         def run(answers: list[object]) -> None:
-            stranger = RawWorker(str(self._world.socket_of(node)), hello=name in OF_RANKS)
-            if name in OF_RANKS:
-                with SealedMemory.create(REGION_BYTES) as memory:
-                    if not self._world.traits.has_few_starts:
-                        refused = stranger.bring_ended_mover(SPEC, LAYOUT, memory.fd)
-                        if getattr(refused, "code", None) is not Code.MOVER_LOST:
-                            answers.append(refused)
-                    stranger.register(SPEC, LAYOUT, memory.fd)
-            for one in sent:
-                stranger.raw(one if isinstance(one, bytes) else frame(one))
-            heard = stranger.await_one((worker_wire.Farewell, worker_wire.PublishRefused), ANSWER_S)
-            answers.append(heard and heard.code)
-            is_over = isinstance(heard, worker_wire.Farewell)
-            if is_over and (stranger.next(ANSWER_S) is not None or not stranger.ended):
-                answers.append("goes on")
-            stranger.close()
+            ends = self._world.heard[node].ends
+            add = lambda end: ends.update([end])  # noqa: E731
+            answers += be_stranger(path, sent, codes, number, not few, ANSWER_S, add)
 
-        self._expect(code, f"a process sends {name} to {node}", run, node)
+        self._expect(codes, text, run, node)
+        self._wait(lambda: False, 2 / REGISTER_PER_S if few and is_rank else 0.0)
 
     def _check_no_daemon(self, node: str) -> None:
         """A client hears at once that there can be no daemon, and keeps nothing."""
