@@ -23,10 +23,12 @@ from kvxferd.frame_socket import FrameSocket
 from kvxferd.mover.chunks.chunk_pool import ChunkPool
 from kvxferd.mover.chunks.slices import Slicer
 from tests.simulation import audit, blunders, engine, fabric, history, runs
+from tests.simulation.blunders import NUM_FALSE_MESSAGES
 from tests.simulation.checks import Check
 from tests.simulation.engine import Kernels, Transfer, Worker
 from tests.simulation.episode import Plan, Size
 from tests.simulation.fabric import SimTransport
+from tests.simulation.false_messages import FalseMessage
 from tests.simulation.kernel import can_fork
 from tests.simulation.libzmq import SimSocket
 from tests.simulation.network import Network
@@ -34,6 +36,7 @@ from tests.simulation.node import SimDaemon
 from tests.simulation.reasons import Reasons
 from tests.simulation.safety import Words
 from tests.simulation.store import Store
+from tests.simulation.wrong_workers import PUBLISH
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,6 +52,7 @@ KIND_OF = {
     Check.SILENT: "kill-daemon",
 }  # of all faults, where those that are drawn seldom meet the check
 FENCE_BYTES = 16
+RIGHT = FalseMessage("GrantReply", "has_more", False, Code.INTERNAL)
 
 _real_handle = Worker._handle
 _real_send, _real_pull, _real_holder_of = Network.send, Worker.pull, Words.holder_of
@@ -198,6 +202,8 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.ID_ONCE, "a refusal is lost", client.Publisher, "publish", _publish_whatever),
     (Check.PUBLISHED, "no refusal is honest", engine, "OF_LIARS_PUBLISH", frozenset(Code)),
     (Check.REFUSED, "another code", blunders, "OF_PULLS", {"nothing": (Code.INTERNAL, lambda call: call)}),
+    (Check.REFUSED, "a right message", blunders, "FALSE_MESSAGES", [RIGHT] * NUM_FALSE_MESSAGES),
+    (Check.REFUSED, "a right publish", blunders, "OF_RANKS", [((Code.INTERNAL,), [PUBLISH])] * 9),
     (Check.LIMIT, "a lower limit", engine, "LOW_LIMIT", 0),
     (Check.SUSPENDS, "a lost word", Worker, "_handle", _without(client.Suspended, lambda *_: True)),
     (
