@@ -148,14 +148,16 @@ def _with_stages(layers_behind: int, num_layers: int, tp_size: int = 0) -> Calla
 
 
 def _with_a_rank(size_by: int, **layout: Any) -> Callable[[Any], Any]:
-    """Add a rank to the first stage, of another layout; the size of each is raised by so many."""
+    """Add a rank to each stage, of another layout; the size of each is raised by so many."""
 
     def change(ranks: list[Any]) -> list[Any]:
         num = len(ranks) // 2
         size = ranks[0]["spec"].get("tp_size", 1)
-        ranks[num]["spec"] |= {"tp_rank": size}
-        ranks[num]["layout"] |= layout
-        for one in (found := ranks[: num + 1]):
+        added = [one for one in ranks[num:] if not one["spec"].get("tp_rank")]
+        for one in added:
+            one["spec"] |= {"tp_rank": size}
+            one["layout"] |= layout
+        for one in (found := ranks[:num] + added):
             one["spec"] |= {"tp_size": size + size_by}
         return found
 
@@ -243,9 +245,10 @@ FALSE_MESSAGES = [
         ("more", 1, Code.BAD_FRAME),
     ),
     *_of(
-        "ManifestReply", "ranks.0.spec.",
-        ("pp_rank", -1, Code.RANK_INVALID),
-        ("tp_rank", -1, Code.RANK_INVALID),
+        "ManifestReply", "ranks.0.",
+        ("spec.pp_rank", -1, Code.RANK_INVALID),
+        ("spec.tp_rank", -1, Code.RANK_INVALID),
+        ("binding.metadata", bytes(limits.MAX_METADATA_BYTES + 1), Code.BAD_FRAME),
     ),
     *_of(
         "ManifestReply", "ranks.*.layout.",
@@ -271,7 +274,6 @@ FALSE_MESSAGES = [
         ("incarnation", "", Code.RANK_INVALID),
         ("incarnation", NAME, TAKEN),
         ("incarnation", LONG_NAME, Code.BAD_FRAME),
-        ("metadata", bytes(limits.MAX_METADATA_BYTES + 1), Code.BAD_FRAME),
         ("regions", [], Code.REGION_INVALID),
         ("regions", lambda regions: regions * 2, TAKEN),
         ("regions.0.0", "none", Code.REGION_INVALID),
