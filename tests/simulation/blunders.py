@@ -349,6 +349,7 @@ class Blunders:
                 self._check_registration(rng.choice([*source.ranks, *sink.ranks]))
             else:
                 self._check_growing(rng.choice(growing))
+        self._wait(lambda: False, UNHEARD_S)  # a stranger may have asked for an engine that there is not
         transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
         self._wait(lambda: bool(transfer.released), ANSWER_S)  # what follows needs its blocks
         alone = [one for one in world.sources if len({*one.shape.nodes}) == 1]
