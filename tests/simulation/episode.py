@@ -262,7 +262,9 @@ class Episode:
         return True
 
     def _wait_ready(self) -> None:
-        start_s = START_FEW_S if self.plan.traits.has_few_starts else START_S
+        traits = self.plan.traits
+        is_slow = traits.has_few_starts or "control.peer_inbox MAX_DEFERRED_BYTES" in traits.low_numbers
+        start_s = START_FEW_S if is_slow else START_S
         if not self._wait(lambda: self.world.is_ready, start_s):
             raise Violation(Check.REGISTERED, "an engine is not registered")
 
