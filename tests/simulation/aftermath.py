@@ -162,7 +162,9 @@ class Overheard:
                 return
             sender, kind = self._world.kernel.current.process.name, str(msgspec.msgpack.decode(frame)["t"])
             self._num_frames[kind] += 1
-            if self._last_frames.get((sender, fd, kind)) == frame:  # else it may take back the one before
+            # Else it may take back the one before. What chunks are granted is the reply to a request.
+            is_repeated = self._last_frames.get((sender, fd, kind)) == frame
+            if is_repeated and kind != "ChunkMemoryGranted":
                 self._repeated.append(f"{sender} sends twice: {frame!r}")
             self._last_frames[sender, fd, kind] = frame
 
@@ -197,7 +199,7 @@ class Overheard:
             each["GrantRequest"] = 2 + 2 * num_steps
         once = ("Acknowledge", "LoadPlan", "PullRequest", "Prepare", "TicketDelivered")
         most = {kind: each.get(kind, 1) * sink.num_ranks for kind in (*each, *once)}
-        most |= {"Publish": 1, "Released": len(source.workers)}
+        most |= {"Publish": 1}
         return [f"{sent[kind]} times {kind}" for kind in most if sent[kind] > most[kind]]
 
 
