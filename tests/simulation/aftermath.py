@@ -18,21 +18,14 @@ from kvxferd.errors import Code
 from kvxferd.mover.transport.staging_source import CHUNK_KEPT_S, CHUNK_REPLY_TIMEOUT_S
 from kvxferd.wire.framing import HEADER
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import (
-    COMPLETED_S,
-    MAX_DRAWS,
-    MAX_HOLD_S,
-    MORE_POSTS,
-    Engine,
-    Pull,
-    Transfer,
-    Worker,
-)
+from tests.simulation.engine import Engine
 from tests.simulation.fabric import STALLED_POLL_S, Moment, SimTransport
 from tests.simulation.network import name_of
 from tests.simulation.operators import Operator, cancel_transfer
 from tests.simulation.reasons import SILENT_S
 from tests.simulation.store import WITH_GPU, MemoryKind
+from tests.simulation.transfers import MAX_HOLD_S, Pull, Transfer
+from tests.simulation.worker import COMPLETED_S, MAX_DRAWS, MORE_POSTS, Worker
 from tests.simulation.world import PlannedMessage
 
 if TYPE_CHECKING:
@@ -42,7 +35,7 @@ PULL_S = 15.0  # enough for a transfer at rest
 HARD_PULL_S = 40.0  # enough for each hardship
 LONG_READ_S = 9.0  # longer than a lease, and than a grant's
 LEASE_S = 60.0
-QUEUED_LEASE_S, QUEUE_S = 4.0, 12.0  # a queue of three leases: less than `engine.MAX_HOLD_S`
+QUEUED_LEASE_S, QUEUE_S = 4.0, 12.0  # a queue of three leases: less than `transfers.MAX_HOLD_S`
 # A source is refused whose reads have hung so often within that time, each for longer than `quiesce_s`.
 NUM_STALLS, STALLS_WINDOW_S, STALLED_DEADLINE_S, STALL_S = 3, 60.0, 1.0, 9.0
 AWAY_S, LONG_AWAY_S = (0.01, 1.0), 2.2  # the last is longer than a reader waits for it

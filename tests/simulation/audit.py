@@ -31,7 +31,7 @@ from tests.simulation.shapes import block_tokens
 from tests.simulation.store import WITH_GPU, MemoryKind
 
 if TYPE_CHECKING:
-    from tests.simulation.engine import Worker
+    from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
 NUM_EVENTFDS = 8  # of a daemon: one a peer and loop

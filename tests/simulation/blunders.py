@@ -24,7 +24,7 @@ from kvxferd.wire import limits as sizes
 from kvxferd.wire.common import Message
 from tests.simulation import wrong_daemons
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import Engine, Transfer, Worker
+from tests.simulation.engine import Engine
 from tests.simulation.false_messages import (
     ARRIVES,
     FALSE_MESSAGES,
@@ -37,6 +37,8 @@ from tests.simulation.history import End
 from tests.simulation.interposed import set_on
 from tests.simulation.shapes import draw_request, own_lists
 from tests.simulation.store import MemoryKind, Store
+from tests.simulation.transfers import Transfer
+from tests.simulation.worker import Worker
 from tests.simulation.wrong_daemons import WRONG, WrongMessage
 from tests.simulation.wrong_workers import OF_RANKS, OF_STRANGERS, be_stranger
 

@@ -14,7 +14,7 @@ from tests.simulation.aftermath import Aftermath, Hardship
 from tests.simulation.audit import METRICS, TERMS, Audit, Turns
 from tests.simulation.blunders import Blunders
 from tests.simulation.checks import Check, Violation
-from tests.simulation.engine import LEAVE_S, EngineShape, Transfer
+from tests.simulation.engine import LEAVE_S, EngineShape
 from tests.simulation.fabric import Pace
 from tests.simulation.faults import Fault, Faults, draw_faults
 from tests.simulation.history import HISTORY
@@ -23,6 +23,7 @@ from tests.simulation.liars import NAME, Liar
 from tests.simulation.operators import STATUS
 from tests.simulation.shapes import draw_deployment, draw_model
 from tests.simulation.store import MemoryKind
+from tests.simulation.transfers import Transfer
 from tests.simulation.world import LOW_NUMBERS, SHORT_WAYS, SMALL_NUMBERS, Traits, World
 
 START_S, START_FEW_S = 0.5, 6.0  # twice the most of 95 starts, which nothing hinders

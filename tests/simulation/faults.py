@@ -12,10 +12,12 @@ import msgspec
 from kvxferd.core.ranks.local_ranks import REBIND_AFTER_S
 from kvxferd.daemon import STOP_S
 from tests.simulation.checks import Check
-from tests.simulation.engine import Engine, Pull, Transfer, Worker
+from tests.simulation.engine import Engine
 from tests.simulation.fabric import Moment, SimTransport
 from tests.simulation.kernel import MAX_FD, Process
 from tests.simulation.operators import Operator, cancel_transfer
+from tests.simulation.transfers import Pull, Transfer
+from tests.simulation.worker import Worker
 from tests.simulation.world import DRAIN_S, DYING_S, PlannedMessage
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tests.property.fuzz.draw import Draw
-from tests.simulation.engine import Engine, EngineShape, Wanted
+from tests.simulation.engine import Engine, EngineShape
 from tests.simulation.history import Heard
 from tests.simulation.shapes import ModelFacts, draw_deployment
+from tests.simulation.transfers import Wanted
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -14,7 +14,7 @@ from kvxferd.core.sink import manifests
 from tests.simulation.checks import Check
 
 if TYPE_CHECKING:
-    from tests.simulation.engine import Pull, Transfer
+    from tests.simulation.transfers import Pull, Transfer
     from tests.simulation.world import World
 
 REPLY_S = 5.0

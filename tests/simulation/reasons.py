@@ -17,7 +17,8 @@ from tests.simulation.fabric import Pace
 from tests.simulation.kernel import Process
 
 if TYPE_CHECKING:
-    from tests.simulation.engine import Pull, Transfer, Worker
+    from tests.simulation.transfers import Pull, Transfer
+    from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
 SHORTLY_S = 14.0  # after a fault, in which it still shows: a home knows a restarted node's ranks within 12

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any
 
 from tests.simulation import runs
-from tests.simulation.engine import Engine, EngineShape, Transfer, Wanted
+from tests.simulation.engine import Engine, EngineShape
 from tests.simulation.kernel import SimulationError
 from tests.simulation.network import Wire, name_of
 from tests.simulation.shapes import Deployment, draw_deployment, draw_model
+from tests.simulation.transfers import Transfer, Wanted
 from tests.simulation.world import Traits, World
 
 HUB = "n0"  # the node that fails

@@ -22,10 +22,9 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.mover.chunks.chunk_pool import ChunkPool
 from kvxferd.mover.chunks.slices import Slicer
-from tests.simulation import audit, blunders, engine, fabric, history, runs
+from tests.simulation import audit, blunders, fabric, history, runs, worker
 from tests.simulation.blunders import NUM_FALSE_MESSAGES
 from tests.simulation.checks import Check
-from tests.simulation.engine import Kernels, Transfer, Worker
 from tests.simulation.episode import Plan, Size
 from tests.simulation.fabric import SimTransport
 from tests.simulation.false_messages import FalseMessage
@@ -36,6 +35,8 @@ from tests.simulation.node import SimDaemon
 from tests.simulation.reasons import Reasons
 from tests.simulation.safety import Words
 from tests.simulation.store import Store
+from tests.simulation.transfers import Kernels, Transfer
+from tests.simulation.worker import Worker
 from tests.simulation.wrong_workers import PUBLISH
 
 pytestmark = [
@@ -58,7 +59,7 @@ _real_handle = Worker._handle
 _real_send, _real_pull, _real_holder_of = Network.send, Worker.pull, Words.holder_of
 _real_next_slice, _real_send_frame = Slicer.next_slice, FrameSocket.send
 _real_publish, _real_queue = client.Publisher.publish, SimSocket._queue
-_real_least_reads = engine.least_reads
+_real_least_reads = worker.least_reads
 _real_check_bytes, _real_memmove = Worker._check_bytes, ctypes.memmove
 
 
@@ -173,8 +174,8 @@ def _is_member(worker: Worker, event: client.Released) -> bool:
 
 PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.RIGHT_BYTES, "a byte is wrong", fabric, "ctypes", CtypesThatSpoil),
-    (Check.ALL_BYTES, "another sum", engine, "least_reads", lambda *_: (0, 0, 0)),
-    (Check.ALL_BYTES, "a run more", engine, "least_reads", _with_a_run_more),
+    (Check.ALL_BYTES, "another sum", worker, "least_reads", lambda *_: (0, 0, 0)),
+    (Check.ALL_BYTES, "a run more", worker, "least_reads", _with_a_run_more),
     (Check.UNTOUCHED, "no blocks are lent", Store, "lend", _nothing),
     (Check.BEFORE_KERNELS, "kernels end early", Kernels, "query", lambda self: True),
     (Check.NOT_WHOLE, "all is written", Store, "is_written", lambda self, lists: True),
@@ -200,11 +201,11 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
         _without(client.Released, lambda worker, event: event.why == Code.UNPUBLISHED),
     ),
     (Check.ID_ONCE, "a refusal is lost", client.Publisher, "publish", _publish_whatever),
-    (Check.PUBLISHED, "no refusal is honest", engine, "OF_LIARS_PUBLISH", frozenset(Code)),
+    (Check.PUBLISHED, "no refusal is honest", worker, "OF_LIARS_PUBLISH", frozenset(Code)),
     (Check.REFUSED, "another code", blunders, "OF_PULLS", {"nothing": (Code.INTERNAL, lambda call: call)}),
     (Check.REFUSED, "a right message", blunders, "FALSE_MESSAGES", [RIGHT] * NUM_FALSE_MESSAGES),
     (Check.REFUSED, "a right publish", blunders, "OF_RANKS", [((Code.INTERNAL,), [PUBLISH])] * 9),
-    (Check.LIMIT, "a lower limit", engine, "LOW_LIMIT", 0),
+    (Check.LIMIT, "a lower limit", worker, "LOW_LIMIT", 0),
     (Check.SUSPENDS, "a lost word", Worker, "_handle", _without(client.Suspended, lambda *_: True)),
     (
         Check.SUSPENDED_AFTER, "pulls have no end", Worker, "_handle",

@@ -39,17 +39,7 @@ from kvxferd.wire.limits import CHUNK_BYTES
 from tests.simulation import interposed, libzmq, network
 from tests.simulation.audit import Requests
 from tests.simulation.checks import Check, Expectations, Violation
-from tests.simulation.engine import (
-    LEASE_S,
-    LOW_LIMIT,
-    MAX_HOLD_S,
-    Engine,
-    EngineShape,
-    Pull,
-    Transfer,
-    Wanted,
-    Worker,
-)
+from tests.simulation.engine import Engine, EngineShape
 from tests.simulation.fabric import Fabric, Moment, Pace, SimTransport
 from tests.simulation.history import Heard
 from tests.simulation.kernel import Kernel, Process
@@ -58,6 +48,8 @@ from tests.simulation.node import Nodes
 from tests.simulation.reasons import OF_LIARS, Reasons
 from tests.simulation.safety import Words, mappings
 from tests.simulation.store import Store
+from tests.simulation.transfers import LEASE_S, MAX_HOLD_S, Pull, Transfer, Wanted
+from tests.simulation.worker import LOW_LIMIT, Worker
 from tests.support.fake_driver import FakeDriver
 
 PORT = 9441

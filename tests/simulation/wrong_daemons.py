@@ -22,8 +22,8 @@ from kvxferd.memory import FencePage
 from kvxferd.wire import worker as wire
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import Message
-from tests.simulation.engine import Worker
 from tests.simulation.store import MemoryKind, Store
+from tests.simulation.worker import Worker
 
 COMES_S = 5.0  # within which a client comes, and says what it is
 LEAVES_S = 0.2  # within which it leaves
