@@ -37,7 +37,7 @@ from tests.simulation.history import End
 from tests.simulation.interposed import set_on
 from tests.simulation.shapes import draw_request, own_lists
 from tests.simulation.store import MemoryKind, Store
-from tests.simulation.transfers import Transfer
+from tests.simulation.transfers import LEASE_S, Transfer
 from tests.simulation.worker import Worker
 from tests.simulation.wrong_daemons import WRONG, WrongMessage
 from tests.simulation.wrong_workers import OF_RANKS, OF_STRANGERS, be_stranger
@@ -437,7 +437,8 @@ class Blunders:
             new.lease_s, new.is_of_liar = UNHEARD_S, True
             self._wait(lambda: new.ref is not None, ANSWER_S)
             reader.engine.pull(new, ANSWER_S)
-            if not self._wait(lambda: new.is_over, ANSWER_S) or {*new.released.values()} != {false.code}:
+            is_over = self._wait(lambda: new.is_over, LEASE_S + ANSWER_S)
+            if not is_over or {*new.released.values()} != {false.code}:
                 text = f"{new.transfer_id} for {reader.engine.shape.name} ends as {new.released.values()}"
                 raise Violation(Check.REFUSED, f"{text}, not {false.code}: {false.described}")
 

@@ -122,6 +122,11 @@ class Fabric:
         """Whether a lost connection ends the reads over it."""
         return self.kind != "rdma"
 
+    def stall(self, until: float) -> None:
+        """Have no read go on."""
+        for transport in self.agents.values():
+            transport.stalls_until = until
+
     def hurry(self) -> None:
         """Have reads be quick, and refused no more."""
         self.is_hurried, self.latencies_s = True, LATENCIES_S[Pace.QUICK]

@@ -73,7 +73,7 @@ class Between:
         tree = msgspec.msgpack.decode(payload)
         if sender == self._asking and tree["t"] in REQUESTS:
             self.open.add(tree["request"])
-        elif tree["t"] not in REQUESTS and tree["request"] in self.open:
+        elif sender != self._asking and tree["t"] not in REQUESTS and tree["request"] in self.open:
             self.open.discard(tree["request"])
             self._heard_at = self._kernel.now
         return self.false.applied(payload) if self.false else payload

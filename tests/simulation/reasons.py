@@ -31,7 +31,7 @@ READY_SOON_S = 1.8  # where no fault shows: 0.7 was the most of 1,500 faults
 ONE_CHUNK = "mover.transport.staging MAX_ACTIVE_CHUNKS"  # so staged reads wait for each other, a second each
 READY_KEPT_S = 8.0  # as long as a default lease of `tests.simulation.world`
 SILENT_S = 14.0  # `peer.silent_after_s`, a repetition of a request, and two seconds
-REFUSED_S = 2.0  # `peer.restart_grace_s`, and one second
+REFUSED_S = 3.5  # `peer.restart_grace_s`, or twice `transfer.unknown_wait_s`, and what is on its way
 LEASE_SLACK_S = 0.25  # between a publish and the daemon's clock of it
 
 # Why no pull fails among honest nodes, whatever strikes them.

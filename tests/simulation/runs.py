@@ -213,6 +213,10 @@ def run_many(
             for plan, _, run in running.values():
                 os.kill(run.pid, signal.SIGKILL)
                 _result_of(plan, run)
+            for result in ended.values():
+                if result.check:  # it was found, whatever its turn
+                    tally.add(result)
+                    on_result(result)
             return tally
         while len(running) < jobs:
             one = next(seeds)

@@ -517,7 +517,7 @@ class World:
             self.after(delay_s, strike, transport)
 
     def _has_chunk(self, mover: SimTransport) -> None:
-        """All movers of a daemon together have as much memory for covering reads as its limit allows."""
+        """A daemon's movers together have at most as much memory for covering reads as its limit allows."""
         for daemon in self.daemons.values():
             if _descends(mover.process, daemon):
                 movers = (one for one in self.fabric.agents.values() if _descends(one.process, daemon))

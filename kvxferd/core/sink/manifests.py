@@ -24,7 +24,7 @@ from kvxferd.wire.peer import ManifestReply, ManifestRequest, ReplyMessage
 
 # A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
 MAX_ENGINES_PER_PEER = 64
-# Refusals of a source that has waited for ranks as long as it would, or as the request allowed.
+# Refusals of a source that has waited for ranks as long as the request allowed.
 WAIT_EXPIRED_CODES = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
 
 
@@ -121,7 +121,7 @@ class HandshakeClient:
             del self._fetches[place]
         if isinstance(outcome, RemoteEngine):
             outcome = self._charge_engine(fetch, outcome)
-        elif outcome.code in WAIT_EXPIRED_CODES and self._context.now >= fetch.deadline:
+        elif outcome.code in WAIT_EXPIRED_CODES:
             self._fetch_for_longer_waits(fetch)
         self._finish_learning(fetch, outcome)
 
@@ -146,8 +146,8 @@ class HandshakeClient:
 
         One user's pull of half a second must not fail another's of ten seconds.
         """
-        now = self._context.now
-        if later := {name: grant for name, grant in fetch.waiting.items() if grant.learn_by > now}:
+        deadline = max(fetch.deadline, self._context.now)
+        if later := {name: grant for name, grant in fetch.waiting.items() if grant.learn_by > deadline}:
             fetch.waiting = {name: grant for name, grant in fetch.waiting.items() if name not in later}
             self._fetch_engine(fetch.peer, fetch.key, later)
 

@@ -1,10 +1,10 @@
 """The source's side of staging: it copies chunks of memory that the library cannot reach to where it can.
 
 A reader that is gone never releases its chunks, and never takes back what it has requested. So readers take
-turns: the next slot is for the one that has fewest, and each leaves as many as it has to others. A lease ends
-after `CHUNK_LEASE_S`, or after `CHUNK_KEPT_S` where a reader without one waits for a slot, and a request that
-its reader has given up is dropped. The stamp of a chunk is overwritten before its slot is used again: a
-reader that finds it unchanged after it has read the chunk has read that chunk; no clock decides that.
+turns: the next slot is for the one that has fewest. A lease ends after `CHUNK_LEASE_S`, or after
+`CHUNK_KEPT_S` where others wait for a slot, and a request that its reader has given up is dropped. The stamp
+of a chunk is overwritten before its slot is used again: a reader that finds it unchanged after it has read
+the chunk has read that chunk; no clock decides that.
 """
 
 from __future__ import annotations
@@ -147,25 +147,22 @@ class StagingSource:
                 self._end_lease(key)
         while self._waiting and now >= self._waiting[0].began_at + CHUNK_REPLY_TIMEOUT_S:
             self._waiting.popleft()
-        while self._waiting:
+        while self._waiting and (slot := self._acquire_slot(now)) is not None:
             num_leases = Counter(agent for agent, _ in self._leases)
             following = min(self._waiting, key=lambda lease: num_leases[lease.agent])
-            slot = self.slots.acquire(following.agent)
-            if slot is None and not num_leases[following.agent] and self._take_back_slot(now):
-                slot = self.slots.acquire(following.agent)
-            if slot is None:
-                break
             self._waiting.remove(following)
             self._start_copy(following, slot, now)
         self._readers.forget_idle(now)
 
-    def _take_back_slot(self, now: float) -> bool:
-        """End the lease of a chunk which its reader has had for long; return whether there was one."""
+    def _acquire_slot(self, now: float) -> int | None:
+        """Return a free slot, or that of a chunk which its reader has had for long."""
+        if (slot := self.slots.acquire()) is not None:
+            return slot
         for key, lease in self._leases.items():  # the oldest first
             if lease.copy_event is None and now >= lease.began_at + CHUNK_KEPT_S:
                 self._end_lease(key)
-                return True
-        return False
+                return self.slots.acquire()
+        return None
 
     def _start_copy(self, lease: _ChunkLease, slot: int, now: float) -> None:
         lease.slot, lease.began_at, lease.expires_at = slot, now, now + CHUNK_LEASE_S

@@ -172,16 +172,3 @@ def test_who_waits_longer_for_an_engine_is_not_refused_with_who_waits_shorter() 
     world.advance(2.0)
     assert second.ended(long).code is Code.TRANSFER_UNKNOWN  # the engine was learnt
     assert first.host.node.peers._open_request_share.held == 0
-
-
-def test_a_source_that_waits_for_an_engine_no_more_is_not_asked_again_for_who_came_later() -> None:
-    """It has waited for less than the first allowed: for the second it would wait in vain, too."""
-    world = world_of()
-    sinks = two_users(world)
-    ref, tickets = ref_to(world.host("s0").name), []
-    for sink in sinks:
-        tickets.append(sink.pull(ref, SINK_IDS, TOKENS, deadline_s=300.0))
-        world.advance(0.2)
-    world.advance(world.settings.transfer.unknown_wait_s)
-    ends = [sink.ended(ticket) for sink, ticket in zip(sinks, tickets, strict=True)]
-    assert [end and end.code for end in ends] == [Code.ENGINE_UNKNOWN] * 2
