@@ -426,10 +426,10 @@ class Blunders:
             used = ref if is_granted else replace(ref, nonce="0" * 32)
             self._check_call(reader, transfer, "pull", {text: (code, lambda call: call._replace(ref=used))})
 
-        if false.code is Code.SHAPE_MISMATCH:
-            self._part(between)
+        if false.code is Code.SHAPE_MISMATCH and self._part(between):
             pull(TAKEN, "what it is to know before")
-        self._part(between, false)
+        if not self._part(between, false):
+            return
         if false.code not in (ARRIVES, UNHEARD):
             pull(false.code, false.described)
             return
@@ -442,16 +442,21 @@ class Blunders:
                 text = f"{new.transfer_id} for {reader.engine.shape.name} ends as {new.released.values()}"
                 raise Violation(Check.REFUSED, f"{text}, not {false.code}: {false.described}")
 
-    def _part(self, between: Between, false: FalseMessage | None = None) -> None:
-        """Break what joins two daemons: they know nothing of each other, and something is false from then."""
+    def _part(self, between: Between, false: FalseMessage | None = None) -> bool:
+        """Break what joins two daemons: they know nothing of each other, and something is false from then.
+
+        Not where one asks the other again and again, which keeps what it knows; return whether it was done.
+        """
         between.false = None
-        self._wait(lambda: between.is_quiet, UNHEARD_S)  # what is under way would keep what they know
+        if not self._wait(lambda: between.is_quiet, UNHEARD_S):
+            return False
         network = self._world.network
         for wire in [one for one in network.wires if {one.dealer.host, one.router.host} == between.hosts]:
             network.cut(wire)
         between.open.clear()  # what is still wanted is sent again
         between.false = false
         self._wait(lambda: False, ANEW_S)
+        return True
 
     def _expect(
         self,

@@ -130,6 +130,8 @@ class Fabric:
     def hurry(self) -> None:
         """Have reads be quick, and refused no more."""
         self.is_hurried, self.latencies_s = True, LATENCIES_S[Pace.QUICK]
+        for transport in self.agents.values():
+            transport.num_to_refuse = 0
 
 
 class SimTransport:

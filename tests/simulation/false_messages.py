@@ -66,7 +66,7 @@ class Between:
         self._kernel, self._asking = kernel, asking
         self.hosts = {asking, other}
         self.open = set[int]()
-        self._heard_at = 0.0
+        self._heard_at = kernel.now  # what was asked before may be on its way
 
     def change(self, sender: str, payload: bytes) -> bytes:
         """Return what arrives of a message."""
