@@ -108,7 +108,7 @@ def _draw_traits(rng: random.Random) -> Traits:
     return Traits(
         transport=rng.choice(("cma", "cma", "tcp", "rdma")),
         pace=rng.choices([*Pace], (12, 5, 3))[0],
-        read=rng.choice(("direct", "covering", "auto")),
+        read=rng.choice(("direct", "covering", "auto", "any")),
         has_low_limits=rng.random() < 0.15,
         low_numbers=tuple(sorted(rng.sample(sorted(LOW_NUMBERS), rng.choice((0, 0, 0, 1, 2))))),
         preempt_share=rng.choice((0.0, 0.0, 0.002)),

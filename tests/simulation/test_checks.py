@@ -153,7 +153,7 @@ def _with_a_run_more(*arguments: Any) -> tuple[int, int, int]:
 
 def _send_twice(stream: FrameSocket, payload: bytes, fds: tuple[int, ...] = ()) -> None:
     _real_send_frame(stream, payload, fds)
-    if b"SetPolling" in payload:
+    if b"\xa7Polling" in payload:
         _real_send_frame(stream, payload)
 
 

@@ -8,7 +8,7 @@ import os
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,12 @@ from kvxferd.control import worker_socket
 from kvxferd.core.limits import table as limits
 from kvxferd.core.sink import stalled_sources
 from kvxferd.core.source import grants
+from kvxferd.ids import AgentName, Rank
 from kvxferd.memory import driver_registry
 from kvxferd.mover.chunks.slices import SliceBudget
+from kvxferd.plan.covering import FormCount, always
+from kvxferd.plan.read_costs import Choice, CostModel
+from kvxferd.plan.stretches import StretchForm
 from kvxferd.wire import block_id_parts, fd_batches, framing
 from kvxferd.wire.limits import CHUNK_BYTES
 from tests.simulation import interposed, libzmq, network
@@ -60,6 +64,8 @@ COPY_S = (2e-5, 2e-4, 2e-3)  # that a copy of a GPU takes
 DRAIN_S = 3.0  # for what is left
 OWNERSHIP_S = 25.0  # of an engine's name, once its last rank has left, where all are of one node
 PAGE_BYTES = 24  # of a source's block ids, where lists go in parts
+
+_real_choose = CostModel.choose
 
 
 class SmallBudget(SliceBudget):
@@ -174,7 +180,7 @@ class Traits:
 
     transport: str = "cma"
     pace: Pace = Pace.QUICK  # of reads
-    read: str = "auto"
+    read: str = "auto"  # or "any": some of what can be covered is
     part_bytes: int = 0  # of block ids in one message; 0: as many as usual
     send_buffer: int = 0  # of each Unix socket; 0: as usual
     io_bytes: int = 0  # that a call on one moves at most; 0: as usual
@@ -277,6 +283,9 @@ class World:
         self.fabric = Fabric(self.kernel, traits.transport, traits.pace, self._misused)
         self.fabric.on_moment, self.fabric.on_chunk = self._reached, self._has_chunk
         self.fabric.reads_directly = traits.read == "direct"
+        if traits.read == "any":
+            choose = lambda model, *given: self._choose_any(model, *given)  # noqa: E731, PLW0108  (a method)
+            interposed.set_on(CostModel, "choose", choose)
         self.words, self.requests = Words(self.fabric), Requests(self)
         self.nodes = Nodes(self.kernel, self.fabric, interposed.set_on)
         self._drivers: dict[Process, FakeDriver] = {}
@@ -314,6 +323,22 @@ class World:
         for engine in self.engines:
             engine.start()
 
+    def _choose_any(
+        self,
+        model: CostModel,
+        forms: Iterable[FormCount],
+        agents: dict[Rank, AgentName],
+        can_cover: Callable[[Rank, StretchForm], bool] = always,
+    ) -> Choice:
+        """Cover some of what can be covered: of reads as small as these the same way pays for nearly all."""
+        forms = list(forms)
+        choice, covered = _real_choose(model, forms, agents, can_cover), dict[Rank, frozenset[StretchForm]]()
+        for one in forms:
+            if can_cover(one.rank, one.form) and self.kernel.rng.random() < 0.5:
+                covered[one.rank] = covered.get(one.rank, frozenset()) | {one.form}
+        choice.covered = covered
+        return choice
+
     def _driver(self) -> FakeDriver:
         """Return the running process's driver of its GPU."""
         return self._drivers.setdefault(self.kernel.current.process, SimDriver(self.kernel))
@@ -334,6 +359,7 @@ class World:
 
     def _config_of(self, node: str) -> Config:
         limits = LimitsConfig(staging_bytes=self.traits.staging_bytes)
+        read = "auto" if self.traits.read == "any" else self.traits.read
         for named in self.traits.low_numbers:
             if named.startswith("limits."):
                 limits = replace(limits, **{named.removeprefix("limits."): LOW_NUMBERS[named]})
@@ -346,7 +372,7 @@ class World:
             worker=WorkerConfig(ownership_s=OWNERSHIP_S if self.forgets_owners else 600.0),
             peer=PeerConfig(bind=self.endpoint_of(node)),
             transfer=TransferConfig(lease_s=LEASE_S, max_hold_s=MAX_HOLD_S),
-            mover=MoverConfig(read=self.traits.read, placement=self.traits.placement),  # type: ignore[arg-type]
+            mover=MoverConfig(read=read, placement=self.traits.placement),  # type: ignore[arg-type]
             limits=limits,
         )
 
