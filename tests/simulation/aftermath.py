@@ -438,7 +438,7 @@ class Aftermath:
         alone = [one for one in world.sinks if len({*one.shape.nodes}) == 1]
         sinks = [one for one in alone if one.shape.memory not in WITH_GPU]
         # Where a read lands in a buffer, it leaves no blocks in doubt.
-        if source.shape.memory in WITH_GPU or world.traits.read == "covering" or not sinks:
+        if source.shape.memory in WITH_GPU or world.traits.read in ("covering", "any") or not sinks:
             return
         sink, num_stalls = self._rng.choice(sinks), 0
         self._wait(lambda: False, STALLS_WINDOW_S)
