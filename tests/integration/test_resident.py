@@ -110,7 +110,13 @@ def test_a_mover_thread_that_breaks_is_replaced(fleet: Fleet) -> None:
     num_sessions = daemon.status()["num_sessions"]
     source.run(faulty_transports.arm)
     # Whoever reads it has it polled; what was published lives on with the session.
-    pull_and_check([sink], ref, 2)
+    ids = ids_for(1002, 16)
+    name, fields = sink.end_of(sink.pull(ref, ids, TOKENS))
+    if name == "Failed":  # it was reading as the thread broke
+        assert fields["code"] is Code.TRANSPORT
+        sink.await_event("Quiesced")
+        pull_and_check([sink], ref, 2)
+    assert sink.num_wrong(2, ids, TOKENS) == 0
     wait_until(lambda: rank_shown(daemon, "prefill")["state"] == "ready", "another mover")
     after = rank_shown(daemon, "prefill")
     assert after["agent"] != before
