@@ -182,19 +182,16 @@ class Overheard:
         return self._warnings
 
     def too_many(self, source: Engine, sink: Engine, transfer: Transfer) -> list[str]:
-        """Return of which kinds there are more requests than the transfer takes."""
+        """Return of which kinds there are more requests, or frames, than the transfer takes."""
         sent = Counter(kind for _, kind, _, name in self._requests if name in ("", transfer.transfer_id))
         sent += self._num_frames
         num_steps = len(transfer.steps)
-        each = {
-            "ManifestRequest": source.num_ranks, "ReleaseGrant": 2,
-            "StartPull": num_steps,
-        }  # fmt: skip
+        each = {"ManifestRequest": source.num_ranks, "ReleaseGrant": 2, "StartPull": num_steps}
         if not self._world.traits.part_bytes:  # else each page of block ids is asked for
             each["GrantRequest"] = 2 + 2 * num_steps
         once = ("Acknowledge", "LoadPlan", "PullRequest", "Prepare", "TicketDelivered")
         most = {kind: each.get(kind, 1) * sink.num_ranks for kind in (*each, *once)}
-        most |= {"Publish": 1}
+        most["Publish"] = 1
         return [f"{sent[kind]} times {kind}" for kind in most if sent[kind] > most[kind]]
 
 

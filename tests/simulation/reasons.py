@@ -148,7 +148,7 @@ class Reasons:
         is_short = code == Code.DEADLINE and pull.deadline - pull.began < long_s
         # What was reported of others before their publish, which never came, takes its place for minutes.
         is_full = code == Code.TRANSFER_NOT_READY and self._world.traits.may_be_busy
-        # So is a rank that had read nothing of that source.
+        # A source that stalls is refused to all ranks, also to those that had read nothing of it.
         is_refused = code == Code.SOURCE_STALLED and transfer.reads_hang
         if (
             pull.is_cancelled or is_withdrawn or is_late or is_short or is_full or has_doubts or is_refused

@@ -597,14 +597,12 @@ class Worker:
     def _expect_release(self, transfer: Transfer) -> None:
         """A transfer that nobody reads any more is released once its lease is over."""
 
-        def parties() -> bool:
+        def is_met() -> bool:
             return transfer.is_over or not self.is_alive
 
         def look() -> None:
             now = self.world.kernel.now
-            if parties():
-                return
-            if transfer.is_of_liar:
+            if is_met() or transfer.is_of_liar:
                 return
             if transfer.is_prepared(now) or any(not pull.ended for pull in transfer.pulls):
                 self.world.after(1.0, look)
@@ -619,7 +617,7 @@ class Worker:
                 return
             nodes = tuple(self.world.node_names)
             text = f"{transfer.transfer_id} of {self.engine.reader} is not released after its lease"
-            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), LEASE_S + 4.0, parties, SOON_S)
+            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), LEASE_S + 4.0, is_met, SOON_S)
 
         self.world.after(transfer.lease_s, look)
 

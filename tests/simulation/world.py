@@ -547,9 +547,8 @@ class World:
         for daemon in self.daemons.values():
             if _descends(mover.process, daemon):
                 movers = (one for one in self.fabric.agents.values() if _descends(one.process, daemon))
-                if (
-                    num_bytes := CHUNK_BYTES * sum(one.num_chunks for one in movers)
-                ) > self.traits.staging_bytes:
+                num_bytes = CHUNK_BYTES * sum(one.num_chunks for one in movers)
+                if num_bytes > self.traits.staging_bytes:
                     text = f"the movers of {daemon.name} have {num_bytes} bytes for covering reads"
                     self.violate(Check.LIMIT, text)
 
