@@ -53,7 +53,8 @@ OWNER_SHARE = 0.3
 NUM_WRONG_DAEMONS = 6
 NUM_FALSE_MESSAGES = 20
 ANEW_S = 0.3  # after which daemons are connected again
-UNHEARD_S = 3.0  # the lease of a transfer of which nobody hears that it was read
+UNHEARD_S = 3.0  # the lease of a transfer whose readers' acknowledgements are refused
+QUIET_WITHIN_S = 3.0  # in which what was asked has its reply
 BACK_S, SETTLED_S = 60.0, 14.0  # of a daemon that was restarted
 NUM_TOKENS = 5
 TOO_MANY_TOKENS = 17  # no transfer has so many
@@ -351,7 +352,7 @@ class Blunders:
                 self._check_registration(rng.choice([*source.ranks, *sink.ranks]))
             else:
                 self._check_growing(rng.choice(growing))
-        self._wait(lambda: False, UNHEARD_S)  # a stranger may have asked for an engine that there is not
+        self._wait(lambda: False, QUIET_WITHIN_S)  # a stranger may have asked for an engine that there is not
         transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
         self._wait(lambda: bool(transfer.released), ANSWER_S)  # what follows needs its blocks
         alone = [one for one in world.sources if len({*one.shape.nodes}) == 1]
@@ -396,7 +397,7 @@ class Blunders:
             self._expect(code, f"{worker.name} calls {what} with {name}", run, worker)
 
     def _check_false_messages(self, source: Engine, reader: Worker) -> None:
-        """What another daemon sends that cannot be is refused, and what just can be is taken."""
+        """A daemon refuses messages with a value that is not allowed, and takes the last that is."""
         if (transfer := source.publish(2, grows=False, num_tokens=NUM_TOKENS)) is None:
             return
         transfer.lease_s = NUM_FALSE_MESSAGES * ANSWER_S
@@ -448,7 +449,7 @@ class Blunders:
         Not where one asks the other again and again, which keeps what it knows; return whether it was done.
         """
         between.false = None
-        if not self._wait(lambda: between.is_quiet, UNHEARD_S):
+        if not self._wait(lambda: between.is_quiet, QUIET_WITHIN_S):
             return False
         network = self._world.network
         for wire in [one for one in network.wires if {one.dealer.host, one.router.host} == between.hosts]:

@@ -1,4 +1,4 @@
-"""What daemons send each other that cannot be: each is refused by its code, and what just can be is taken.
+"""Messages between daemons with a value that is not allowed, or with the last one that is, and their codes.
 
 A row names a message, a field of it, what is there instead, and the code with which the pull then fails. One
 that is only refused for the nonce, which comes last, has passed all checks before.

@@ -26,6 +26,7 @@ from kvxferd.wire import worker as wire
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import BlockIds, FdBatch, Message, TransferRef, Versions
 from kvxferd.wire.framing import HEADER, encode_frame
+from tests.simulation.false_messages import LONG_NAME, NAME
 from tests.simulation.history import End
 from tests.support.raw_worker import RawWorker, frame
 
@@ -34,9 +35,8 @@ WORD = b"0123456789abcdef"
 WITH_WORDS = (1, sizes.FENCE_SLOTS - 1)  # slots
 HEARD = (wire.Farewell, wire.PublishRefused, wire.Refused, wire.Released, wire.TicketFailed)
 Rows = list[tuple[tuple[Code, ...], list[Message | bytes]]]
-NAME, LONG_NAME = "n" * sizes.MAX_NAME_CHARS, "n" * (sizes.MAX_NAME_CHARS + 1)
 INVALID, BAD, WRONG_FRAME = Code.BLOCKS_INVALID, Code.BAD_REQUEST, Code.BAD_FRAME
-OUT, TAKEN = Code.OUT_OF_PLACE, Code.UNPUBLISHED
+OUT, TAKEN = Code.OUT_OF_PLACE, Code.UNPUBLISHED  # what is taken is withdrawn
 
 HELLO = wire.Hello(versions=wire.WORKER_VERSIONS, client="stranger")
 ATTACH = wire.Attach(request=1, engine_id=EngineId("stranger"), generation=Generation("g1"))
