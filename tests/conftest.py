@@ -10,10 +10,10 @@ from hypothesis import settings
 
 pytest_plugins = ["tests.support.nodes.fixtures"]
 
-# The machines are shared: how long one example takes says nothing about the code. A test run draws the
-# same examples each time; `make proofs` draws new ones, and more (--hypothesis-profile=proofs).
+# The machines are shared: how long one example takes says nothing about the code. Each run draws the same
+# examples, and `make proofs` more of them. --hypothesis-profile=default draws new ones.
 settings.register_profile("test", deadline=None, derandomize=True)
-settings.register_profile("proofs", deadline=None, derandomize=False, max_examples=2000)
+settings.register_profile("proofs", deadline=None, derandomize=True, max_examples=2000)
 settings.load_profile("test")
 
 

@@ -54,7 +54,7 @@ class CoverSlicer:
     So stretches that follow one another are one descriptor, whatever their forms.
     """
 
-    def __init__(self, stretches: Sequence[Stretches], region_starts: Sequence[int] = ()) -> None:
+    def __init__(self, stretches: Sequence[Stretches], region_starts: Sequence[int]) -> None:
         """`region_starts`: addresses that no read crosses, since regions are registered one by one."""
         self._all = [one for one in stretches if len(one.remote)]
         self.num_runs = sum(one.form.num_copies * len(one.remote) for one in self._all)

@@ -165,7 +165,7 @@ def check_scatter(
         for one in part.stretches:
             if one.form.size_bytes > chunk_bytes:
                 read(one.runs(local_at[one.local_region]), sink, local_at, source, remote_at[rank])
-        slicer = CoverSlicer(fitting)
+        slicer = CoverSlicer(fitting, list(remote_at[rank].values()))
         num_bytes = 0
         while not slicer.is_empty:
             fill = slicer.next_fill(budget, chunk_bytes)

@@ -110,4 +110,4 @@ def _slice(plan: Plan, source: Rank, tokens: int) -> int:
     mine: dict[RegionId, int] = {p.local.region: 0 for one in reads for p in one.patterns}
     theirs: dict[RegionId, int] = {p.remote.region: 0 for one in reads for p in one.patterns}
     covered = [rank for step in request.parts(mine, {source: theirs}) for rank in step.values()]
-    return sum(CoverSlicer(rank.stretches).num_descriptors for rank in covered)
+    return sum(CoverSlicer(rank.stretches, []).num_descriptors for rank in covered)

@@ -67,7 +67,7 @@ def test_descriptors_are_counted_as_they_are_posted(
     request = CoverExpander(plan).prepare(blocks(mine), blocks(theirs))
     assert request is not None
     assert sum(one.num_descriptors for one in request.forms()) == want
-    assert CoverSlicer(covered(plan, mine, theirs).stretches).num_descriptors == want
+    assert CoverSlicer(covered(plan, mine, theirs).stretches, []).num_descriptors == want
 
 
 def test_a_stretch_is_no_longer_than_a_blocks_stride() -> None:
@@ -98,7 +98,7 @@ def test_a_stretch_outside_its_region_is_refused() -> None:
     part = covered(plan_between(engine(layout="NHD"), engine()), [3], [5])
     moved = [one._replace(local=one.local - 100_000) for one in part.stretches]
     with pytest.raises(ValueError, match="before its region"):
-        CoverSlicer(moved)
+        CoverSlicer(moved, [])
 
 
 def test_block_sizes_without_a_small_common_multiple_are_not_covered() -> None:

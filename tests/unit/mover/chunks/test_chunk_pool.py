@@ -110,7 +110,7 @@ def test_a_fill_never_leaves_its_chunk_whatever_the_budget(
         )
         for size, count in shapes
     ]
-    slicer = CoverSlicer(stretches)
+    slicer = CoverSlicer(stretches, [])
     num_bytes = 0
     while not slicer.is_empty:
         fill = slicer.next_fill(budget, 64 * chunk_64s)
@@ -132,7 +132,7 @@ def test_stretches_that_follow_one_another_are_one_read_whatever_their_forms_unl
         )
         for size, first in ((16, 0), (32, 16))
     ]
-    fill = CoverSlicer(stretches).next_fill(1 << 20, 1 << 20)
+    fill = CoverSlicer(stretches, []).next_fill(1 << 20, 1 << 20)
     assert (fill.remote.tolist(), fill.length.tolist()) == ([1000], [8 * 48])
     images = [one.offsets.tolist() for one in fill.placed]
     assert images == [(first + eights * 48).tolist() for first in (0, 16)]
