@@ -28,6 +28,9 @@ T = TypeVar("T")
 RARE_SHARE = 0.2  # of the episodes have few faults, with pulls that arrive between them
 BURST_SHARE = 0.3  # of the faults are followed by others on the same victim
 FORKED_AGAIN_S = 6.0  # within which a daemon has tried once more to fork a mover
+# Of an episode. What they mapped stays mapped, also the stacks of their threads, and Linux allows 65,530
+# mappings.
+MAX_PROCESSES = 1_500
 HELD_S = 8.0  # at most: for longer a daemon does not wait for its predecessor's movers, and ends
 
 
@@ -102,8 +105,8 @@ class Faults:
         self._victim = 0  # and whom of those who are there
 
     def plan(self, fault: Fault) -> None:
-        """Have a fault strike now."""
-        if not self.is_over:
+        """Have a fault strike now, unless the episode has had so many that it needs no more."""
+        if not self.is_over and len(self._world.kernel.processes) <= MAX_PROCESSES:
             self._node = random.Random(fault.victim).choice(self._world.node_names)
             self._victim = fault.victim
             getattr(self, "_" + fault.kind.replace("-", "_"))(random.Random(fault.seed))

@@ -198,7 +198,10 @@ class Reasons:
             return self._world.started_at(node) >= gone_at
 
         def is_excused(pull: Pull) -> bool:
-            return not pull.worker.is_alive or self._world.daemons[pull.worker.node].is_dead or is_back()
+            # A rank without a session has it again once its home takes it back, and the home may be gone.
+            reader, home = pull.worker, pull.worker.engine.shape.nodes[0]
+            is_held_up = home == node and not reader.is_connected
+            return is_held_up or not reader.is_alive or self._world.daemons[reader.node].is_dead or is_back()
 
         for pull in self._world.open_pulls:
             publisher = pull.transfer.publisher

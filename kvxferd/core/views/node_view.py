@@ -56,8 +56,6 @@ def list_transfers(
     """List the live transfers of this node's engines in batches; yield after each, return all."""
     listing: Listing[TransferSnapshot] = Listing()
     live = list(published.table.live.values())
-    if live:
-        listing.oldest_s = context.now - live[0].published_at
     bytes_of_block: dict[EngineKey, Counter[GroupName]] = {}
     for start in range(0, len(live), BATCH):
         for transfer in live[start : start + BATCH]:
@@ -65,6 +63,8 @@ def list_transfers(
             is_ready = engine is not None and transfer.is_ready(engine)
             state = transfer.state(is_ready)
             listing.states[state] += 1
+            # As the rows show it: time passes between two batches.
+            listing.oldest_s = max(listing.oldest_s, context.now - transfer.published_at)
             listing.num_grants += len(transfer.grants)
             if engine is not None:
                 if (sizes := bytes_of_block.get(transfer.engine)) is None:
