@@ -47,6 +47,7 @@ HANGING_PULLS = 3  # of one token each
 # So a read is made of many posts, of which few are in flight.
 SMALL_POSTS = {
     *MORE_POSTS, "mover.reads.pull_engine MAX_INFLIGHT", "mover.reads.pull_engine MAX_INFLIGHT_PER_PULL",
+    "mover.transport.staging MAX_CHUNK_RUNS",
 }  # fmt: skip
 # So posts that hang fill a mover, or it knows the agents of one source alone: others are held up.
 LITTLE_ROOM = {
@@ -571,7 +572,7 @@ class Aftermath:
     def _cut_off_daemon(self, transport: SimTransport) -> None:
         """Have a mover's next word for its daemon break off: only its worker hears what it has read."""
         if transport.process.parent is not self._world.kernel.host:
-            transport.process.num_cuts = 1
+            transport.process.at_cut = lambda: None
 
     def _kill_mover(self, transport: SimTransport) -> None:
         if transport.process.parent is not self._world.kernel.host:  # else it is a thread of a rank

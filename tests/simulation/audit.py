@@ -43,7 +43,8 @@ NUM_PIPES_RESIDENT = 6  # a mover that was replaced is closed when the next is s
 # Of each connection a few messages are handled in a turn, and each makes a message to a few ranks: five times
 # the most that was seen in 28 episodes (23,348 bytes in 52 messages).
 MAX_TURN_BYTES, MAX_TURN_MESSAGES = 128 << 10, 256
-MAX_TURN_PARTS = 4096  # where block ids go one or two in a message
+MAX_TURN_PARTS = 4096  # where block ids go one or two in a message, or a frame as two
+SMALL_FRAMES = "frame_socket MAX_COALESCED_BYTES"
 METRICS, TERMS = "/metrics", "/v1/topology"
 # Of the node in `/v1/status`: nothing of it is left at rest.
 GONE = (
@@ -295,7 +296,8 @@ class Turns:
     def _end(self) -> None:
         process = self._world.kernel.current.process
         num_bytes, number = self._sent.pop(process, (0, 0))
-        has_parts = self._world.traits.part_bytes or process.io_bytes
+        traits = self._world.traits
+        has_parts = traits.part_bytes or process.io_bytes or SMALL_FRAMES in traits.small_numbers
         most = MAX_TURN_PARTS if has_parts else MAX_TURN_MESSAGES
         if num_bytes > MAX_TURN_BYTES or number > most:
             text = f"{process.name} sends {num_bytes} bytes in {number} messages in one turn of its loop"

@@ -118,7 +118,7 @@ class Faults:
         world.fabric.num_bindings_to_refuse = 0
         world.network.give_back_addresses()
         for process in world.kernel.processes.values():
-            process.slowness, process.max_fd, process.num_cuts = 1.0, MAX_FD, 0
+            process.slowness, process.max_fd, process.at_cut = 1.0, MAX_FD, None
             process.io_bytes, process.is_disk_full = world.traits.io_bytes, False
             process.can_start_threads = True
             if process.is_stopped:
@@ -430,12 +430,16 @@ class Faults:
         self._at_read(rng, "cut-worker-at-read", cut)
 
     def _cut(self, rng: random.Random, worker: Worker | None) -> None:
-        if worker is not None:
-            process = rng.choice((worker.process, self._world.daemons[worker.node]))
+        if worker is None:
+            return
+        process = rng.choice((worker.process, self._world.daemons[worker.node]))
+
+        def strike() -> None:
             self._strike("cut-worker", process.name, 1.0, worker.node, worker)
             self._hit(process, 1.0)
             self._world.unsure_counts.add(worker.node)  # the frame may be the word of a delivery
-            process.num_cuts = 1
+
+        process.at_cut = strike
 
     def _few_bytes(self, rng: random.Random) -> None:
         """A process's sockets take and give a few bytes at a time, for a while."""
@@ -452,7 +456,7 @@ class Faults:
         if (worker := self._pick(self._workers())) is None:
             return
         process = rng.choice((worker.process, self._world.daemons[worker.node]))
-        if process.is_dead or self._world.started_at(worker.node) > self._world.kernel.now - 0.5:
+        if process.is_dead or not self._world.movers_of(worker.node):
             return  # a daemon that cannot start is for whoever started it
         lasting_s = rng.choice((0.02, 0.3, 2.0))
         self._strike("no-descriptors", process.name, lasting_s + 1.0, *self._world.node_names, worker)

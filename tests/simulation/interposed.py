@@ -360,8 +360,10 @@ def _install_sockets(kernel: Kernel, send_buffer: int) -> None:
 
     def sendmsg(sock: socket.socket, buffers: Any, ancillary: Any = (), flags: int = 0, *to: Any) -> int:
         process, parts, is_stream = kernel.current.process, list(buffers), sock.type == socket.SOCK_STREAM
-        if process.num_cuts and is_stream and os.fstat(sock.fileno()).st_ino not in of_resident_movers:
-            process.num_cuts -= 1
+        cut = process.at_cut
+        if cut is not None and is_stream and os.fstat(sock.fileno()).st_ino not in of_resident_movers:
+            process.at_cut = None
+            cut()
             with contextlib.suppress(OSError):
                 _real_sendmsg(sock, [memoryview(parts[0])[: len(parts[0]) // 2]], ancillary, flags)
             sock.shutdown(socket.SHUT_RDWR)

@@ -107,7 +107,8 @@ class Process:
     slowness: float = 1.0  # how much longer than others it waits for a processor
     max_fd: int = MAX_FD  # RLIMIT_NOFILE: a new descriptor has a lower number
     io_bytes: int = 0  # a call on one of its Unix sockets moves so many at most; 0: as many as there are
-    num_cuts: int = 0  # so many of its next frames break off in the middle, and the connection with them
+    # Its next frame breaks off in the middle, and the connection with it: then this is called.
+    at_cut: Callable[[], None] | None = None
     is_disk_full: bool = False
     can_start_threads: bool = True
     can_fork: bool = True
