@@ -70,7 +70,7 @@ class Failed:
         safe_to_reuse: False: a transport may still write the blocks; keep them out of use until
             `Quiesced` with the same ticket.
         retry_after_s: with the codes `busy` and `source-stalled`, the seconds after which pulling again may
-            help; else 0.
+            help; else 0, also where the session has ended: its client connects again by itself.
     """
 
     ticket: PullTicket

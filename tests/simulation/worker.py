@@ -1138,9 +1138,9 @@ class Worker:
         known = {"delivered": (True,), "failed": (False,), "in-doubt": (None, False)}[pull.ended]
         is_wrong = event.ticket is not pull.ticket or event.ticket.delivered not in known
         if isinstance(event, client.Failed):
-            is_of_client = "were cut off" in event.message
-            ends_soon = event.code in (Code.BUSY, Code.SOURCE_STALLED) and not is_of_client
-            is_wrong |= (event.retry_after_s > 0.0) is not ends_soon
+            has_lost_session = not self.is_connected or self._connected_at > pull.began
+            ends_soon = event.code in (Code.BUSY, Code.SOURCE_STALLED)
+            is_wrong |= (event.retry_after_s > 0.0) is not ends_soon and not (ends_soon and has_lost_session)
         if is_wrong or _text_of(getattr(event, "blocks", pull.lists)) != _text_of(pull.lists):
             self.world.violate(
                 Check.ONE_END, f"{self.name} hears {event}, delivered: {event.ticket.delivered}"
