@@ -264,7 +264,7 @@ class Episode:
 
     def _wait_ready(self) -> None:
         traits = self.plan.traits
-        is_slow = traits.has_few_starts or "control.peer_inbox MAX_DEFERRED_BYTES" in traits.low_numbers
+        is_slow = traits.has_few_starts or traits.defers_little
         start_s = START_FEW_S if is_slow else START_S
         if not self._wait(lambda: self.world.is_ready, start_s):
             raise Violation(Check.REGISTERED, "an engine is not registered")

@@ -176,8 +176,10 @@ class Reasons:
             is_old = self._world.kernel.now >= transfer.whole_at + READY_KEPT_S
             return is_old and self.is_struck(transfer.whole_at - SHORTLY_S, parties)
 
-        within_s = READY_S[self._world.traits.pace]
-        is_soon = not transfer.reads_hang and ONE_CHUNK not in self._world.traits.small_numbers
+        traits = self._world.traits
+        within_s = READY_S[traits.pace]
+        is_slow = traits.defers_little or ONE_CHUNK in traits.small_numbers
+        is_soon = not transfer.reads_hang and not is_slow
         for engine in (transfer.publisher.engine, pull.worker.engine):
             if len(set(engine.shape.nodes)) > 1:
                 within_s += SHORTLY_S  # a home has to learn a restarted node's ranks

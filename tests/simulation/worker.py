@@ -506,7 +506,7 @@ class Worker:
         # Usually what comes behind a step that is no piece is too small for one, too.
         takes_small = "core.sink.pull MIN_PIECE_BYTES" in self.world.traits.small_numbers
         known = steps[-1 if takes_small else 0]
-        if "control.peer_inbox MAX_DEFERRED_BYTES" in self.world.traits.low_numbers:
+        if self.world.traits.defers_little:
             return  # a manifest may be refused, and is asked for again after two seconds
         since = self.world.kernel.now - PIECE_S
         if any(self.world.was_away(one.node, since - BACK_S) for one in transfer.workers):

@@ -202,6 +202,11 @@ class Traits:
         return "core.ranks.registration_checks REGISTER_BURST" in self.small_numbers
 
     @property
+    def defers_little(self) -> bool:
+        """Whether a message behind a manifest may be refused, and is sent again two seconds later."""
+        return "control.peer_inbox MAX_DEFERRED_BYTES" in self.low_numbers
+
+    @property
     def may_be_busy(self) -> bool:
         """Whether honest requests may be too many."""
         return self.has_low_limits or bool(self.low_numbers)
