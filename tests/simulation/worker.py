@@ -203,7 +203,8 @@ class Worker:
             if left > 0:
                 self.world.violate(Check.REST, f"{what}, and holds {left} descriptors")
         elif self.world.fabric.is_hurried and getattr(self.handle, "memory_in_use", False):  # by no fault
-            self.world.violate(Check.FREED, f"{what}, and its memory is in use")
+            if not any(pull.transfer.is_of_liar for pull in self.pulls.values()):
+                self.world.violate(Check.FREED, f"{what}, and its memory is in use")
 
     def tell(self, what: str) -> None:
         """Add to the episode's story."""
