@@ -202,9 +202,12 @@ class Worker:
         if self.engine.shape.memory is not MemoryKind.RESIDENT:
             if left > 0:
                 self.world.violate(Check.REST, f"{what}, and holds {left} descriptors")
-        elif self.world.fabric.is_hurried and getattr(self.handle, "memory_in_use", False):  # by no fault
-            if not any(pull.transfer.is_of_liar for pull in self.pulls.values()):
-                self.world.violate(Check.FREED, f"{what}, and its memory is in use")
+            return
+        is_struck = not self.world.fabric.is_hurried or any(
+            p.transfer.is_of_liar for p in self.pulls.values()
+        )
+        if not is_struck and getattr(self.handle, "memory_in_use", False):
+            self.world.violate(Check.FREED, f"{what}, and its memory is in use")
 
     def tell(self, what: str) -> None:
         """Add to the episode's story."""
