@@ -110,9 +110,8 @@ class AllowedKeysFile:
     Raises ConfigError if the first read fails: a daemon that starts has no older list to keep.
     """
 
-    def __init__(self, path: str, secret_key_file: str = "", poll_s: float = POLL_S) -> None:
+    def __init__(self, path: str, secret_key_file: str = "") -> None:
         self._secret_key_file = secret_key_file
-        self._poll_s = poll_s
         self._lock = threading.Lock()  # guards the three below
         self._path = path
         self._signature: _Signature = ()
@@ -180,7 +179,7 @@ class AllowedKeysFile:
         return found if found != before else None
 
     def _watch(self, on_read: Callable[[KeysRead], None]) -> None:
-        while not self._stopping.wait(self._poll_s):
+        while not self._stopping.wait(POLL_S):
             if (found := self.look()) is not None:
                 on_read(found)
 

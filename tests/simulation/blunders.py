@@ -96,6 +96,13 @@ def _with_ref(**changed: str) -> Change:
     return lambda call: call._replace(ref=replace(call.ref, **changed))
 
 
+def _at_another_host(host: str) -> Change:
+    """Change where a transfer is said to be; its daemon's key stays."""
+    return lambda call: call._replace(
+        ref=replace(call.ref, endpoint=call.ref.endpoint.replace("10.0.0.", host))
+    )
+
+
 def _with_list(change: Callable[[BlockList], Any], is_state: bool = False) -> Change:
     """Change the list of the first group that has tokens, or that has a state, if one has."""
 
@@ -171,7 +178,6 @@ OF_PULLS: Wrong = {
     "a transfer that never was": (Code.TRANSFER_UNKNOWN, _with_ref(transfer_id="never")),
     "an endpoint of no port": (Code.ENDPOINT_INVALID, _with_ref(endpoint="tcp://10.0.0.1:0")),
     "an endpoint of no kind": (Code.ENDPOINT_INVALID, _with_ref(endpoint="ipc://here")),
-    "a node that there is not": (Code.PEER_UNREACHABLE, _with_ref(endpoint="tcp://nowhere:9441")),
     "a reference of no kind": (Code.TRANSFER_UNKNOWN, _with(ref=5)),
     "a reference that is cut off": (
         Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref=call.ref.to_json()[:-9]),
@@ -189,6 +195,16 @@ OF_PULLS: Wrong = {
     "a reference of numbers": (
         Code.TRANSFER_UNKNOWN, lambda call: call._replace(ref={**call.ref.to_dict(), "engine_id": 7}),
     ),
+}  # fmt: skip
+OF_PULLS_WITHOUT_KEYS: Wrong = {
+    "a node that there is not": (Code.PEER_UNREACHABLE, _with_ref(endpoint="tcp://nowhere:9441")),
+    "an endpoint with a key": (Code.NOT_ALLOWED, _with_ref(endpoint=f"tcp://10.0.0.1:9441#{'7' * 64}")),
+}
+OF_PULLS_WITH_KEYS: Wrong = {
+    "an endpoint without a key": (Code.NOT_ALLOWED, _with_ref(endpoint="tcp://10.0.0.1:9441")),
+    "a key that is not admitted": (Code.NOT_ALLOWED, _with_ref(endpoint=f"tcp://10.0.0.1:9441#{'7' * 64}")),
+    "an address that is not admitted": (Code.NOT_ALLOWED, _at_another_host("10.0.1.")),
+    "a name, where addresses are admitted": (Code.NOT_ALLOWED, _at_another_host("node")),
 }  # fmt: skip
 OF_PUBLISHES: Wrong = {
     "no id": (INVALID, _with_more(transfer_id="")),
@@ -338,7 +354,8 @@ class Blunders:
             if drawn < 0.3:
                 self._check_call(source.publisher, transfer, "publish", OF_BOTH | OF_PUBLISHES)
             elif drawn < 0.7:
-                self._check_call(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS)
+                of_keys = OF_PULLS_WITH_KEYS if world.traits.has_keys else OF_PULLS_WITHOUT_KEYS
+                self._check_call(rng.choice(sink.ranks), transfer, "pull", OF_BOTH | OF_PULLS | of_keys)
             elif drawn < 0.78:
                 for codes, sent in rng.sample(OF_STRANGERS + OF_RANKS, NUM_STRANGERS):
                     self._check_stranger(reader.node, codes, sent)  # it has engines: it keeps their owners

@@ -120,6 +120,7 @@ def _draw_traits(rng: random.Random) -> Traits:
         lies_share=rng.choice((0.0, 0.0, 0.0, 0.02, 0.1)),
         link_bytes=rng.choice((0, 0, 2000)),
         is_far=rng.random() < 0.15,
+        has_keys=rng.random() < 0.5,
         staging_bytes=rng.choice((256 << 20, 2 * CHUNK_BYTES, 0, CHUNK_BYTES)),
         dying_share=rng.choice((0.0, 0.5)),
         small_numbers=_draw_small_numbers(rng),

@@ -15,6 +15,7 @@ from tests.simulation.checks import Check
 from tests.simulation.engine import Engine
 from tests.simulation.fabric import Moment, SimTransport
 from tests.simulation.kernel import MAX_FD, Process
+from tests.simulation.keys import READ_S
 from tests.simulation.operators import Operator, cancel_transfer
 from tests.simulation.transfers import Pull, Transfer
 from tests.simulation.worker import Worker
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 RARE_SHARE = 0.2  # of the episodes have few faults, with pulls that arrive between them
 BURST_SHARE = 0.3  # of the faults are followed by others on the same victim
+SPOILT_SHARE = 0.2  # of the lists of keys that change cannot be read
 FORKED_AGAIN_S = 6.0  # within which a daemon has tried once more to fork a mover
 # Of an episode. What they mapped stays mapped, also the stacks of their threads, and Linux allows 65,530
 # mappings.
@@ -64,7 +66,7 @@ KINDS = {
     "lose-daemon-in-doubt": 3, "cut-worker-at-read": 2,
     "stop-daemon-at-read": 2, "sleep-before-mover": 1, "republish": 1,
     "sleep-at-registering": 1, "operator-cancels-transfer": 2, "operator-cancels-pull": 2, "drop-peer": 1,
-    "disown": 1, "kill-member-at-extend": 1, "refuse-binding": 1,
+    "disown": 1, "kill-member-at-extend": 1, "refuse-binding": 1, "turn-away": 3,
 }  # fmt: skip
 RARE_MESSAGES = (  # of which one lost at random would seldom be
     "GrantReply", "RenewGrants", "GrantsRenewed", "ReleaseGrant", "Acknowledge",
@@ -117,6 +119,8 @@ class Faults:
         world.plan_nothing()
         world.fabric.num_bindings_to_refuse = 0
         world.network.give_back_addresses()
+        for name in [*world.keys.turned_away]:
+            world.keys.admit_all(name)
         for process in world.kernel.processes.values():
             process.slowness, process.max_fd, process.at_cut = 1.0, MAX_FD, None
             process.io_bytes, process.is_disk_full = world.traits.io_bytes, False
@@ -167,6 +171,21 @@ class Faults:
         seconds = rng.choice((0.05, 0.5, 3.0, 12.0))
         self._strike("sever", f"{one} {other} for {seconds} s", seconds, one, other)
         self._world.network.sever(self._world.host_of(one), self._world.host_of(other), seconds)
+
+    def _turn_away(self, rng: random.Random) -> None:
+        """A node's list of keys is without another's, or is not to be read, for a while."""
+        one, other = self._two_nodes(rng)
+        world, keys, seconds = self._world, self._world.keys, rng.choice((0.3, 1.0, 5.0))
+        if not world.traits.has_keys or one in keys.turned_away:
+            return
+        lasting_s = seconds + READ_S
+        self._strike("turn-away", f"{other} at {one} for {seconds} s", lasting_s, *world.node_names)
+        world.reasons.turned_away(world.host_of(one), world.host_of(other), lasting_s)
+        if rng.random() < SPOILT_SHARE:
+            keys.spoil(one)
+        else:
+            keys.turn_away(one, other, world.kernel.now)
+        world.after(seconds, keys.admit_all, one)
 
     # --- processes
 
@@ -221,7 +240,7 @@ class Faults:
         if not self._world.daemons[away].is_dead and not self._world.daemons[tenant].is_dead:
             network = self._world.network
             delay_s = self._kill_daemon_of(rng, "reuse-address", away, (0.05, 0.3, 3.0))
-            network.lend_address(self._world.endpoint_of(away), self._world.endpoint_of(tenant))
+            network.lend_address(self._world.address_of(away), self._world.address_of(tenant))
             self._world.after(delay_s - 0.001, network.give_back_addresses)
 
     def _kill_daemon_at_read(self, rng: random.Random) -> None:

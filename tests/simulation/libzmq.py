@@ -11,9 +11,11 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import zmq
+from zmq.utils import z85
 
 from tests.simulation.kernel import Kernel, Process, Task
 from tests.simulation.network import Network, Wire
@@ -21,19 +23,21 @@ from tests.simulation.network import Network, Wire
 _FD, _EVENTS, _LAST_ENDPOINT = int(zmq.FD), int(zmq.EVENTS), int(zmq.LAST_ENDPOINT)
 _POLLIN, _MORE = int(zmq.POLLIN), int(zmq.SNDMORE)
 _MONITOR_STOPPED = int(zmq.EVENT_MONITOR_STOPPED)
+_CURVE_SERVER, _SECRET_KEY = int(zmq.CURVE_SERVER), int(zmq.CURVE_SECRETKEY)
+_SERVER_KEY, _PUBLIC_KEY = int(zmq.CURVE_SERVERKEY), int(zmq.CURVE_PUBLICKEY)
 
 
 class SimFrame:
     """`zmq.Frame`."""
 
-    def __init__(self, content: bytes, address: str) -> None:
+    def __init__(self, content: bytes, address: str = "", user: str = "") -> None:
         self.bytes = content
         self.more = False
-        self._address = address
+        self._metadata = {b"Peer-Address": address, b"User-Id": user}
 
     def get(self, name: object) -> Any:
         """Return libzmq's metadata of the connection."""
-        return self._address if name == b"Peer-Address" else "" if isinstance(name, bytes) else 0
+        return self._metadata.get(name, "") if isinstance(name, bytes) else 0
 
 
 class SimTracker:
@@ -52,6 +56,8 @@ class SimContext:
         self.process: Process = self.network.kernel.current.process
         self.sockets: list[SimSocket] = []
         self.monitors: dict[str, SimMonitor] = {}  # by address, until a dealer reports there
+        self.authenticator: SimSocket | None = None  # who says whether a connection is admitted
+        self.num_asked = 0  # how often
         self._is_woken = False
         self._is_over = False
         self._io_thread: Task = self.network.kernel.start_thread(f"{self.process.name} libzmq", self._run)
@@ -105,7 +111,7 @@ class SimMonitor:
     def report(self, event: int) -> None:
         """Report an event of the connection."""
         if not self.closed:
-            self._reports.append(SimFrame(event.to_bytes(2, sys.byteorder) + bytes(4), ""))
+            self._reports.append(SimFrame(event.to_bytes(2, sys.byteorder) + bytes(4)))
             os.eventfd_write(self._event_fd, 1)
 
     def getsockopt(self, option: int) -> int:
@@ -156,7 +162,9 @@ class SimSocket:
         self._wires: dict[bytes, Wire] = {}  # of a router
         self._address = ""
         self._options: dict[int, Any] = {}
-        self._received: deque[tuple[Wire, list[bytes]]] = deque()
+        self._received: deque[tuple[Wire | None, list[bytes]]] = deque()  # None: of libzmq itself
+        self._to_ask: deque[list[bytes]] = deque()  # of an authenticator, requests by ZAP
+        self._asked: dict[bytes, Callable[[str | None], None]] = {}  # by their numbers, who waits for a reply
         self._unread: dict[Wire, int] = {}  # how many of each connection are in `_received`
         self._parts: deque[SimFrame | bytes] = deque()  # of the message that is being read
         self._outgoing: dict[Wire | None, deque[tuple[bytes, SimTracker | None]]] = {}
@@ -183,6 +191,7 @@ class SimSocket:
 
     def bind(self, address: str) -> None:
         if address.startswith("inproc:"):
+            self.context.authenticator = self
             return
         if address in self.network.listeners:
             raise zmq.ZMQError(zmq.EADDRINUSE)
@@ -201,11 +210,18 @@ class SimSocket:
         self._outgoing.setdefault(None, deque())
         self.network.connect(self, address)
 
+    def shut_all(self) -> None:
+        """Cut all connections to a router."""
+        for wire in list(self._wires.values()):
+            self.network.cut(wire)
+
     def close(self, linger: int | None = None) -> None:
         if self.closed:
             return
         self.move()
         self.closed = True
+        if self.context.authenticator is self:
+            self.context.authenticator = None
         if self._monitor is not None:
             self._monitor.report(_MONITOR_STOPPED)
         self.context.sockets.remove(self)
@@ -228,10 +244,30 @@ class SimSocket:
             self._to_report.append(int(zmq.EVENT_HANDSHAKE_SUCCEEDED))
         self.wake_io_thread()
 
-    def refused(self) -> None:
-        """Nothing listens where the dealer would connect."""
-        self._to_report.append(int(zmq.EVENT_CONNECT_RETRIED))
+    def refused(self, event: int) -> None:
+        """The dealer could not connect."""
+        self._to_report.append(event)
         self.wake_io_thread()
+
+    def speaks_with(self, router: SimSocket) -> bool:
+        """Whether the dealer and a router have keys that fit, or none."""
+        secret, wanted = router._options.get(_SECRET_KEY), self._options.get(_SERVER_KEY)
+        if not router._options.get(_CURVE_SERVER) or wanted is None:
+            return wanted is None and not router._options.get(_CURVE_SERVER)
+        return public_of(secret) == wanted
+
+    def ask_whether_admitted(self, dealer: SimSocket, then: Callable[[str | None], None]) -> None:
+        """Have the router's authenticator call `then` with the dealer's user, or None: it is turned away."""
+        asked = self.context.authenticator
+        if asked is None:
+            return  # it is closed, and whoever connects tries again
+        self.context.num_asked += 1
+        number = str(self.context.num_asked).encode()
+        key = dealer._options.get(_PUBLIC_KEY)
+        credentials = [b"NULL"] if key is None else [b"CURVE", key]
+        asked._asked[number] = then
+        asked._to_ask.append([number, b"", b"1.0", number, b"", dealer.host.encode(), b"", *credentials])
+        asked.wake_io_thread()
 
     def disconnected(self, wire: Wire) -> None:
         """A connection is lost; what has been received of it stays."""
@@ -256,6 +292,10 @@ class SimSocket:
         """Move what can be: on the I/O thread, or as the socket is closed."""
         while self._monitor is not None and self._to_report:
             self._monitor.report(self._to_report.popleft())
+        if self._to_ask and not self.closed:
+            self._received.extend((None, parts) for parts in self._to_ask)
+            self._to_ask.clear()
+            os.eventfd_write(self._event_fd, 1)
         for wire in [*self._wires.values(), *([self.wire] if self.wire is not None else [])]:
             self._move_out(wire)
             self._move_in(wire)
@@ -292,12 +332,15 @@ class SimSocket:
             if not self._received:
                 raise zmq.Again
             wire, parts = self._received.popleft()
-            self._unread[wire] -= 1
-            if way_has_more(wire, self):
-                self.context.wake()
-            other = wire.dealer if wire.router is self else wire.router
-            self._parts.extend(SimFrame(part, other.host) for part in parts)
+            host = user = ""
+            if wire is not None:
+                self._unread[wire] -= 1
+                if way_has_more(wire, self):
+                    self.context.wake()
+                host, user = wire.dealer.host if wire.router is self else wire.router.host, wire.user
+            self._parts.extend(SimFrame(part, host, user) for part in parts)
         frame = self._parts.popleft()
+        frame.more = bool(self._parts)
         assert isinstance(frame, SimFrame)
         return frame.bytes if copy else frame
 
@@ -312,8 +355,12 @@ class SimSocket:
     def send_multipart(
         self, parts: Iterable[bytes], flags: int = 0, copy: bool = True, track: bool = False
     ) -> SimTracker:
-        route, payload = parts
         tracker = SimTracker()
+        if self.context.authenticator is self:
+            _, _, _, number, status, _, user, _ = parts
+            self._asked.pop(number)(user.decode() if status == b"200" else None)
+            return tracker
+        route, payload = parts
         self._queue(route, payload, tracker)
         return tracker
 
@@ -342,6 +389,12 @@ def way_has_more(wire: Wire, receiver: SimSocket) -> bool:
     return bool(wire.way_to(receiver).arrived)
 
 
+@cache
+def public_of(secret: bytes) -> bytes:
+    """Return the public half of a key."""
+    return z85.decode(zmq.curve_public(z85.encode(secret)))
+
+
 def _host_of(address: str) -> str:
     return address.removeprefix("tcp://").rpartition(":")[0]
 
@@ -349,11 +402,13 @@ def _host_of(address: str) -> str:
 class NoGuard:
     """`ConnectionGuard`, where no stranger connects."""
 
-    def __init__(self, *_: object, **__: object) -> None: ...
+    def __init__(self, router: SimSocket, **_: object) -> None:
+        self._router = router
 
     def start(self, port: int) -> None: ...
 
-    def shut_all(self) -> None: ...
+    def shut_all(self) -> None:
+        self._router.shut_all()
 
     def count_message(self, fd: int) -> None: ...
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import zmq
+
 from tests.simulation.kernel import Kernel, Process
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ _TYPE = re.compile(rb"\xa1t[\xa0-\xbf]([A-Za-z]+)")
 _TRANSFER = re.compile(rb"transfer_id[\xa1-\xbf](t\d+)")
 
 RECONNECT_S = 0.1
+HANDSHAKE_S = 10.0  # `peer_socket.HANDSHAKE_MS`
 MAX_UNREAD_BYTES = 4 << 20  # of one way: what the buffers of both kernels hold
 UNACKNOWLEDGED_S = 6.0  # after which a kernel gives a connection up (`peer_socket.UNACKNOWLEDGED_MS`)
 
@@ -52,6 +55,7 @@ class Wire:
     route: bytes
     to_router: Way
     to_dealer: Way
+    user: str = ""  # as the router knows the dealer
     is_open: bool = True
     is_lent: bool = False  # to an address that another daemon has for a while
 
@@ -141,13 +145,53 @@ class Network:
         )
         if router is None or severed or router.process.is_stopped or dealer.process.is_stopped:
             if router is None:
-                dealer.refused()
-            self.kernel.at(self.kernel.now + RECONNECT_S, lambda: self._try_connect(dealer, address))
-            return
+                dealer.refused(int(zmq.EVENT_CONNECT_RETRIED))
+            self._retry(dealer, address)
+        elif not dealer.speaks_with(router):
+            dealer.refused(int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL))
+            self._retry(dealer, address)
+        else:
+            self._shake_hands(dealer, address, router)
+
+    def _retry(self, dealer: SimSocket, address: str) -> None:
+        self.kernel.at(self.kernel.now + RECONNECT_S, lambda: self._try_connect(dealer, address))
+
+    def _shake_hands(self, dealer: SimSocket, address: str, router: SimSocket) -> None:
+        """Connect, if the router's authenticator admits the dealer."""
+        is_over = False
+
+        def replied(user: str | None) -> None:
+            nonlocal is_over
+            if is_over or dealer.closed or dealer.process.is_dead:
+                return
+            is_over = True
+            if user is None:
+                dealer.refused(int(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
+            else:
+                self._connect(dealer, address, router, user)
+
+        def look() -> None:
+            """Try again where nobody replies, or is left to."""
+            nonlocal is_over
+            if is_over or dealer.closed or dealer.process.is_dead:
+                return
+            is_gone = router.closed or router.process.is_dead
+            if not is_gone and self.kernel.now < began + HANDSHAKE_S:
+                self.kernel.at(self.kernel.now + RECONNECT_S, look)
+                return
+            is_over = True
+            dealer.refused(int(zmq.EVENT_CONNECT_RETRIED))
+            self._retry(dealer, address)
+
+        began = self.kernel.now
+        router.ask_whether_admitted(dealer, replied)
+        look()
+
+    def _connect(self, dealer: SimSocket, address: str, router: SimSocket, user: str) -> None:
         self._num_routes += 1
         route = b"\0" + self._num_routes.to_bytes(4, "big")
         is_lent = address in self._tenants
-        wire = Wire(dealer, router, route, Way(router), Way(dealer), is_lent=is_lent)
+        wire = Wire(dealer, router, route, Way(router), Way(dealer), user, is_lent=is_lent)
         self.wires.append(wire)
         self.tell(f"{dealer.process.name} is connected to {router.process.name}")
         router.connected(wire)

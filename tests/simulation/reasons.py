@@ -53,6 +53,7 @@ class Reasons:
     def __init__(self, world: World) -> None:
         self._world = world
         self._struck = world.expectations.disturb
+        self.turned_away_until = -math.inf
         world.expectations.is_halted = self._is_halted
         world.kernel.on_strike = self.process_struck
         world.network.on_strike = self.link_struck
@@ -63,6 +64,11 @@ class Reasons:
     def process_struck(self, process: Process, lasting_s: float = 0.0) -> None:
         """A fault strikes a process."""
         self._struck(lasting_s, self._root_of(process))
+
+    def turned_away(self, one: str, other: str, lasting_s: float) -> None:
+        """A host does not admit another for so long."""
+        self.turned_away_until = self._world.kernel.now + lasting_s
+        self.link_struck(one, other, lasting_s)
 
     def link_struck(self, one: str, other: str, lasting_s: float) -> None:
         """A fault strikes what joins two hosts."""
@@ -126,7 +132,8 @@ class Reasons:
         transfer, now = pull.transfer, self._world.kernel.now
         code = event.code
         is_cut_off = "inside a frame" in event.message or "descriptors were cut off" in event.message
-        if code in OF_LIARS and not is_cut_off:
+        may_be_turned_away = code is Code.NOT_ALLOWED and now < self.turned_away_until + SHORTLY_S
+        if code in OF_LIARS and not is_cut_off and not may_be_turned_away:
             return "all are honest"
         # A source that replies for too long that it still waits is `deadline`, too: pulls share the request.
         is_kept = "cannot wait longer for" in event.message

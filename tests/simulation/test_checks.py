@@ -14,6 +14,7 @@ from msgspec import structs
 
 from kvxferd import client
 from kvxferd.client import pulls
+from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.node import Node
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
@@ -45,12 +46,13 @@ pytestmark = [
     pytest.mark.skipif(not can_fork(), reason="this system does not allow unshare(CLONE_FILES)"),
 ]
 
-MAX_SEEDS = 40
+MAX_SEEDS, MAX_PULLS = 40, 60
 KIND_OF = {
     Check.ID_ONCE: "republish",
     Check.DRAINED: "drain",
     Check.OWN_TIMER: "lose-message",
     Check.SILENT: "kill-daemon",
+    Check.ADMITTED: "turn-away",
 }  # of all faults, where those that are drawn seldom meet the check
 FENCE_BYTES = 16
 RIGHT = FalseMessage("GrantReply", "has_more", False, Code.INTERNAL)
@@ -217,6 +219,7 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
         Check.CANCELLED, "a lost word", Worker, "_handle",
         _without(client.Failed, lambda worker, event: event.code == Code.CANCELLED),
     ),
+    (Check.ADMITTED, "all keys are admitted", PeerAllowlist, "allows_key", lambda self, key: True),
     (Check.WORKS_AGAIN, "no pull at rest", Worker, "pull", _pull_not_at_rest),
     (Check.QUIET, "requests are sent twice", SimSocket, "_queue", _queue_twice),
     (Check.LIBRARY, "no memory is registered", SimTransport, "holds", lambda self, address, size: False),
@@ -250,7 +253,7 @@ def test_check_notices(
         plan = Plan.draw(seed, Size(faults=20, hardships=0))
         if check in KIND_OF:
             faults = tuple(structs.replace(fault, kind=KIND_OF[check]) for fault in plan.faults)
-            plan = structs.replace(plan, faults=faults)
+            plan = structs.replace(plan, faults=faults, max_pulls=MAX_PULLS)
         found.append(runs.run(plan).check)
         if found[-1] == check.name:
             return

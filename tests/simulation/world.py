@@ -32,7 +32,7 @@ from kvxferd.control import worker_socket
 from kvxferd.core.limits import table as limits
 from kvxferd.core.sink import stalled_sources
 from kvxferd.core.source import grants
-from kvxferd.ids import AgentName, Rank
+from kvxferd.ids import AgentName, Endpoint, Rank
 from kvxferd.memory import driver_registry
 from kvxferd.mover.chunks.slices import SliceBudget
 from kvxferd.plan.covering import FormCount, always
@@ -47,6 +47,8 @@ from tests.simulation.engine import Engine, EngineShape
 from tests.simulation.fabric import Fabric, Moment, Pace, SimTransport
 from tests.simulation.history import Heard
 from tests.simulation.kernel import Kernel, Process
+from tests.simulation.keys import READ_S, Keys
+from tests.simulation.liars import NAME as LIAR
 from tests.simulation.network import Network, Wire, name_of
 from tests.simulation.node import Nodes
 from tests.simulation.reasons import OF_LIARS, Reasons
@@ -57,7 +59,7 @@ from tests.simulation.worker import LOW_LIMIT, Worker
 from tests.support.fake_driver import FakeDriver
 
 PORT = 9441
-OTHER_NODE = 98  # its place, where a node is none of those that are relied on
+LIARS_NUMBER = 98  # it is none of the nodes that are relied on
 REFUSED_S = 10.0  # so long a source is refused whose reads hang
 DYING_S = (0.05, 0.6, 4.0)  # after which a mover has ended that was killed in a call of its kernel
 COPY_S = (2e-5, 2e-4, 2e-3)  # that a copy of a GPU takes
@@ -187,6 +189,7 @@ class Traits:
     frame_fds: int = 0  # that go with one frame at most; 0: as many as usual
     link_bytes: int = 0  # that are under way between two nodes; 0: as usual
     is_far: bool = False  # messages between nodes take long
+    has_keys: bool = False  # daemons admit each other by key and address
     placement: str = "auto"  # of memory of a GPU
     lies_share: float = 0.0  # of the messages of a node that lies; 0: there is none
     staging_bytes: int = 256 << 20  # of a daemon's movers, for covering reads
@@ -300,6 +303,7 @@ class World:
         self.expectations = Expectations(self)
         self.reasons = Reasons(self)
         self.directory = Path(tempfile.mkdtemp())
+        self.keys = Keys(self.directory / "keys", [*node_names, LIAR] if traits.has_keys else [])
         self.daemons: dict[str, Process] = {}
         self.engines: list[Engine] = []
         is_of_one_node = all(len({*shape.nodes}) == 1 for shape in shapes)
@@ -352,10 +356,15 @@ class World:
 
     def host_of(self, node: str) -> str:
         """Return a node's address."""
-        return f"10.0.0.{(self.node_names.index(node) if node in self.node_names else OTHER_NODE) + 1}"
+        return f"10.0.0.{(LIARS_NUMBER if node == LIAR else self.node_names.index(node)) + 1}"
 
-    def endpoint_of(self, node: str) -> str:
+    def endpoint_of(self, node: str) -> Endpoint:
         """Return where a node's daemon is reached."""
+        key = f"#{self.keys.public[node]}" if self.traits.has_keys else ""
+        return Endpoint(f"{self.address_of(node)}{key}")
+
+    def address_of(self, node: str) -> str:
+        """Return where a node's daemon listens."""
         return f"tcp://{self.host_of(node)}:{PORT}"
 
     def socket_of(self, node: str) -> Path:
@@ -375,10 +384,21 @@ class World:
             node=NodeConfig(run_dir=str(self.directory / node)),
             http=HttpConfig(bind=""),
             worker=WorkerConfig(ownership_s=OWNERSHIP_S if self.forgets_owners else 600.0),
-            peer=PeerConfig(bind=self.endpoint_of(node)),
+            peer=self._peer_config_of(node),
             transfer=TransferConfig(lease_s=LEASE_S, max_hold_s=MAX_HOLD_S),
             mover=MoverConfig(read=read, placement=self.traits.placement),  # type: ignore[arg-type]
             limits=limits,
+        )
+
+    def _peer_config_of(self, node: str) -> PeerConfig:
+        bind = self.address_of(node)
+        if not self.traits.has_keys:
+            return PeerConfig(bind=bind)
+        return PeerConfig(
+            bind=bind,
+            allowed_addresses=("10.0.0.0/24",),
+            curve_secret_key_file=str(self.keys.secret_file(node)),
+            curve_allowed_keys_file=str(self.keys.allowed_file(node)),
         )
 
     def start_daemon(self, node: str) -> None:
@@ -533,6 +553,7 @@ class World:
     def _on_send(self, wire: Wire, payload: bytes) -> float | None:
         self.words.saw(wire, payload)
         self.requests.saw(wire, payload)
+        self._check_admitted(wire)
         hosts, name = frozenset((wire.dealer.host, wire.router.host)), name_of(payload)
         for planned in self.planned_messages:
             is_named = planned.name in ("", name, name.split()[0]) and planned.engine.encode() in payload
@@ -541,6 +562,15 @@ class World:
                 planned.strike()
                 return planned.delay_s
         return 0.0
+
+    def _check_admitted(self, wire: Wire) -> None:
+        for node, (other, since) in self.keys.turned_away.items():
+            is_theirs = {self.host_of(node), self.host_of(other)} == {wire.dealer.host, wire.router.host}
+            is_read = self.kernel.now > since + READ_S and not self.reasons.is_struck(
+                since, {("daemon", node)}
+            )
+            if is_theirs and is_read:
+                self.violate(Check.ADMITTED, f"{node} does not admit {other}, and they speak")
 
     def _reached(self, moment: Moment, transport: SimTransport) -> None:
         if planned := self.planned_at[moment]:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxferd.config import PeerConfig
+from kvxferd.control import allowed_keys_file
 from kvxferd.control.allowed_keys_file import (
     MAX_FILE_BYTES,
     AllowedKeysFile,
@@ -163,10 +164,11 @@ def test_a_reload_reads_at_once_and_a_bad_path_changes_nothing(tmp_path: Path) -
     assert look_until_same(keys_file) is None
 
 
-def test_a_thread_looks_until_it_is_stopped(tmp_path: Path) -> None:
+def test_a_thread_looks_until_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allowed_keys_file, "POLL_S", 0.01)
     path = tmp_path / "allowed"
     path.write_text(A)
-    keys_file = AllowedKeysFile(str(path), poll_s=0.01)
+    keys_file = AllowedKeysFile(str(path))
     seen: Queue[KeysRead] = Queue()
     keys_file.start(seen.put)
     try:

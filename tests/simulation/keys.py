@@ -1,0 +1,58 @@
+"""The nodes' keys, and whom each admits: files that its daemon reads."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from kvxferd.control.curve_keys import SECRET_MODE
+
+KEYS_POLL_S, READ_S = 0.05, 0.3  # a daemon looks so often, and has read a changed file by then
+
+
+class Keys:
+    """One key for each node, the same in every episode. At first all admit all."""
+
+    def __init__(self, directory: Path, nodes: list[str]) -> None:
+        self._directory = directory
+        self.public: dict[str, str] = {}
+        self.turned_away: dict[str, tuple[str, float]] = {}  # by node: whom it does not admit, and since when
+        directory.mkdir()
+        for node in nodes:
+            secret = hashlib.sha256(node.encode()).digest()
+            self.public[node] = z85.decode(zmq.curve_public(z85.encode(secret))).hex()
+            file = self.secret_file(node)
+            file.write_text(secret.hex())
+            file.chmod(SECRET_MODE)
+        for node in nodes:
+            self.admit_all(node)
+
+    def secret_file(self, node: str) -> Path:
+        """Return the file of a node's own key."""
+        return self._directory / f"{node}.secret"
+
+    def allowed_file(self, node: str) -> Path:
+        """Return the file of the keys that a node admits."""
+        return self._directory / f"{node}.allowed"
+
+    def admit_all(self, node: str) -> None:
+        """Have a node admit all others."""
+        self.turned_away.pop(node, None)
+        self._write(node, [*self.public.values()])
+
+    def turn_away(self, node: str, other: str, now: float) -> None:
+        """Have a node admit all but that one."""
+        self.turned_away[node] = other, now
+        self._write(node, [key for name, key in self.public.items() if name != other])
+
+    def spoil(self, node: str) -> None:
+        """Have a node's file say nothing: it goes on with what it has read."""
+        self._write(node, ["no key"])
+
+    def _write(self, node: str, lines: list[str]) -> None:
+        made = self._directory / "new"
+        made.write_text("".join(f"{line}\n" for line in lines))
+        made.rename(self.allowed_file(node))
