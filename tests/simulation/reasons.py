@@ -110,6 +110,12 @@ class Reasons:
 
     # --- pulls
 
+    @property
+    def of_liars(self) -> frozenset[Code]:
+        """Why no pull fails now, and no session ends, among honest nodes."""
+        is_one_turned_away = self._world.kernel.now < self.turned_away_until + SHORTLY_S
+        return OF_LIARS - {Code.NOT_ALLOWED} if is_one_turned_away else OF_LIARS
+
     def check_failed(self, pull: Pull, event: client.Failed) -> None:
         """A pull fails for a reason that there is."""
         if pull.transfer.is_of_liar:
@@ -132,8 +138,7 @@ class Reasons:
         transfer, now = pull.transfer, self._world.kernel.now
         code = event.code
         is_cut_off = "inside a frame" in event.message or "descriptors were cut off" in event.message
-        may_be_turned_away = code is Code.NOT_ALLOWED and now < self.turned_away_until + SHORTLY_S
-        if code in OF_LIARS and not is_cut_off and not may_be_turned_away:
+        if code in self.of_liars and not is_cut_off:
             return "all are honest"
         # A source that replies for too long that it still waits is `deadline`, too: pulls share the request.
         is_kept = "cannot wait longer for" in event.message

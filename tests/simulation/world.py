@@ -51,7 +51,7 @@ from tests.simulation.keys import READ_S, Keys
 from tests.simulation.liars import NAME as LIAR
 from tests.simulation.network import Network, Wire, name_of
 from tests.simulation.node import Nodes
-from tests.simulation.reasons import OF_LIARS, Reasons
+from tests.simulation.reasons import Reasons
 from tests.simulation.safety import Words, mappings
 from tests.simulation.store import Store
 from tests.simulation.transfers import LEASE_S, MAX_HOLD_S, Pull, Transfer, Wanted
@@ -545,7 +545,7 @@ class World:
         """No process of an engine sends what is out of place, though its connection may break in a frame."""
         is_own = any(f"pid={one.process.pid} " in text for one in self.workers)
         is_broken = "inside a frame" in text or "were cut off" in text
-        if is_own and not is_broken and any(f"code={code} " in text for code in OF_LIARS):
+        if is_own and not is_broken and any(f"code={code} " in text for code in self.reasons.of_liars):
             self.violate(Check.REASON, text)
 
     # --- what goes wrong below
