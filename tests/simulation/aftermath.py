@@ -275,7 +275,11 @@ class Aftermath:
         is_staged = world.traits.placement == "staged"
         if hardship is Hardship.READERS_MOVER_DIES and is_staged:
             soon_s += CHUNK_KEPT_S
-        if hardship in (Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS) and spans:
+        if (
+            hardship in (Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS)
+            and spans
+            and not world.traits.has_keys
+        ):
             soon_s += JOINED_S
         elif hardship in (Hardship.SOURCE_RESTARTS, Hardship.MOVERS_DIE) and is_staged:
             soon_s += CHUNK_REPLY_TIMEOUT_S
