@@ -19,7 +19,6 @@ from tests.simulation.fabric import Pace
 from tests.simulation.faults import Fault, Faults, draw_faults
 from tests.simulation.history import HISTORY
 from tests.simulation.kernel import SimulationError
-from tests.simulation.keys import KEYS_POLL_S
 from tests.simulation.liars import NAME, Liar
 from tests.simulation.operators import STATUS
 from tests.simulation.shapes import draw_deployment, draw_model
@@ -38,7 +37,6 @@ CHUNKS_IDLE_S = 12.0 - QUIET_S  # then movers have given back what they read int
 IDLE_S = 5.0
 # In that time: 2, 11 and 58 are the most that were seen; a mover that polls wakes each second. A source's
 # ranks have no timers, a reader's may have those of pulls that have ended.
-MAX_LOOKS_AT_KEYS = int(IDLE_S / KEYS_POLL_S)
 MAX_QUIET_WAKES, MAX_WAKES, MAX_DAEMON_WAKES = 3, 20, 150
 SETTLE_S, SETTLE_LOOK_S = 20.0, 2.0  # for movers that end, and spare ones that start behind a backoff
 REPLY_S = 5.0
@@ -122,7 +120,7 @@ def _draw_traits(rng: random.Random) -> Traits:
         lies_share=rng.choice((0.0, 0.0, 0.0, 0.02, 0.1)),
         link_bytes=rng.choice((0, 0, 2000)),
         is_far=rng.random() < 0.15,
-        has_keys=rng.random() < 0.5,
+        has_keys=rng.random() < 0.35,
         staging_bytes=rng.choice((256 << 20, 2 * CHUNK_BYTES, 0, CHUNK_BYTES)),
         dying_share=rng.choice((0.0, 0.5)),
         small_numbers=_draw_small_numbers(rng),
@@ -312,8 +310,6 @@ class Episode:
         self._wait(lambda: False, IDLE_S)
         for one in processes:
             most = MAX_DAEMON_WAKES if one.name in self.world.node_names else MAX_WAKES
-            if one.name in self.world.node_names and self.plan.traits.has_keys:
-                most += MAX_LOOKS_AT_KEYS
             if self._liar is not None:
                 most *= 2  # its address is tried for a while
             if one in sources or " mover " in one.name:

@@ -175,7 +175,7 @@ class Faults:
     def _turn_away(self, rng: random.Random) -> None:
         """A node's list of keys is without another's, or is not to be read, for a while."""
         one, other = self._two_nodes(rng)
-        world, keys, seconds = self._world, self._world.keys, rng.choice((0.3, 1.0, 5.0))
+        world, keys, seconds = self._world, self._world.keys, rng.choice((0.6, 3.0, 8.0))
         if not world.traits.has_keys or one in keys.turned_away:
             return
         lasting_s = seconds + READ_S

@@ -10,7 +10,7 @@ from zmq.utils import z85
 
 from kvxferd.control.curve_keys import SECRET_MODE
 
-KEYS_POLL_S, READ_S = 0.05, 0.3  # a daemon looks so often, and has read a changed file by then
+READ_S = 1.2  # a daemon has read a changed file by then: two looks, and the time of its threads
 
 
 class Keys:

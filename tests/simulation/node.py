@@ -15,7 +15,6 @@ from typing import Any
 from kvxferd import frame_socket
 from kvxferd.client import gpu_events
 from kvxferd.config import Config, LoadedConfig
-from kvxferd.control import allowed_keys_file
 from kvxferd.core.ranks import movers
 from kvxferd.daemon import Daemon
 from kvxferd.errors import ConfigError, KvxferdError
@@ -35,7 +34,6 @@ from kvxferd.wire.framing import Frame
 from kvxferd.wire.mover import DropPlan, DropRemote, LoadPlan, LoadRemote, SetPolling, ToMover
 from tests.simulation.fabric import Fabric, SimTransport
 from tests.simulation.kernel import Kernel, Process
-from tests.simulation.keys import KEYS_POLL_S
 
 RESTART_S = 0.5
 
@@ -65,7 +63,6 @@ class Nodes:
         replace(backoff, "MAX_READING_PAUSE_S", 5e-2)
         # What each process does twice in a millisecond, at rest too.
         replace(gpu_events, "POLL_S", 5e-3)
-        replace(allowed_keys_file, "POLL_S", KEYS_POLL_S)  # faults follow one another faster than operators
         replace(frame_socket, "READ_BUFFER_BYTES", 16 << 10)  # it is filled with zeros
         replace(gc, "collect", lambda *_: 0)  # see the decision: it would close descriptors of others
         replace(probe, "tcp_bytes_received", lambda: 0)  # it looks at the first process's descriptors

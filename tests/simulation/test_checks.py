@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.skipif(not can_fork(), reason="this system does not allow unshare(CLONE_FILES)"),
 ]
 
-MAX_SEEDS, MAX_PULLS = 40, 60
+MAX_SEEDS, MAX_PULLS = 40, 150
 KIND_OF = {
     Check.ID_ONCE: "republish",
     Check.DRAINED: "drain",

@@ -21,7 +21,7 @@ from tests.simulation.contents import Lists, least_reads
 from tests.simulation.fabric import Pace, SimTransport
 from tests.simulation.history import End
 from tests.simulation.kernel import Process, Task
-from tests.simulation.reasons import OF_LIARS_PUBLISH
+from tests.simulation.reasons import OF_LIARS, OF_LIARS_PUBLISH
 from tests.simulation.safety import posts_into, writers_of
 from tests.simulation.shapes import RankShape, draw_request, first_piece, own_lists
 from tests.simulation.store import WITH_GPU, MemoryKind, Store, contents_of
@@ -318,7 +318,7 @@ class Worker:
 
     def _check_refused(self, error: KvxferdError | OSError) -> None:
         """An engine of one node is refused only for what may change: its name is nobody else's."""
-        of_liars = self.world.reasons.of_liars - {Code.BAD_FRAME}  # of one that is cut off
+        of_liars = OF_LIARS - {Code.BAD_FRAME}  # of one that is cut off
         if getattr(error, "code", None) in of_liars and len({*self.engine.shape.nodes}) == 1:
             self.world.violate(Check.REGISTERED, f"{self.name} is refused: {error}")
 

@@ -80,7 +80,7 @@ class SmallBudget(SliceBudget):
 # module are rows of the table of limits, or settings. Past these, honest requests may be refused.
 LOW_NUMBERS: dict[str, int] = {
     "acknowledged": 24,
-    "block_id_bytes": 40_000,
+    "block_id_bytes": 60_000,
     "grants": 6,
     "limits.max_inflight_bytes": 2000,
     "limits.max_peers": 4,
