@@ -52,7 +52,7 @@ class Check(StrEnum):
     DRAINED = "a daemon that drains ends in time, and after its movers"
     REGISTERED = "an engine is registered again after its daemon is back"
     CANCELLED = "a cancelled pull ends"
-    ADMITTED = "a daemon speaks with nobody whom it does not admit"
+    ADMITTED = "a daemon speaks with nobody whom it does not admit, and admitting more cuts nobody off"
     WORKS_AGAIN = "a transfer at rest arrives at the first attempt"
     QUIET = "nothing is asked twice at rest, nor what was given up, nor anything of a peer that is silent"
     LIBRARY = "the transfer library is used as it must be"

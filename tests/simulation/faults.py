@@ -184,7 +184,7 @@ class Faults:
         if rng.random() < SPOILT_SHARE:
             keys.spoil(one)
         else:
-            keys.turn_away(one, other, world.kernel.now)
+            keys.turn_away(one, other)
         world.after(seconds, keys.admit_all, one)
 
     # --- processes

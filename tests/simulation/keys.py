@@ -9,17 +9,20 @@ import zmq
 from zmq.utils import z85
 
 from kvxferd.control.curve_keys import SECRET_MODE
+from tests.simulation.kernel import Kernel
 
-READ_S = 1.2  # a daemon has read a changed file by then: two looks, and the time of its threads
+# A daemon has read a changed file by then: two looks, and the time of its threads. Then it acts at once.
+READ_S, AT_ONCE_S = 1.2, 0.2
 
 
 class Keys:
     """One key for each node, the same in every episode. At first all admit all."""
 
-    def __init__(self, directory: Path, nodes: list[str]) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, nodes: list[str], kernel: Kernel) -> None:
+        self._directory, self._kernel = directory, kernel
         self.public: dict[str, str] = {}
-        self.turned_away: dict[str, tuple[str, float]] = {}  # by node: whom it does not admit, and since when
+        self.turned_away: dict[str, str] = {}  # by node: whom it does not admit
+        self.changed_at: dict[str, float] = {}
         directory.mkdir()
         for node in nodes:
             secret = hashlib.sha256(node.encode()).digest()
@@ -43,9 +46,9 @@ class Keys:
         self.turned_away.pop(node, None)
         self._write(node, [*self.public.values()])
 
-    def turn_away(self, node: str, other: str, now: float) -> None:
+    def turn_away(self, node: str, other: str) -> None:
         """Have a node admit all but that one."""
-        self.turned_away[node] = other, now
+        self.turned_away[node] = other
         self._write(node, [key for name, key in self.public.items() if name != other])
 
     def spoil(self, node: str) -> None:
@@ -56,3 +59,4 @@ class Keys:
         made = self._directory / "new"
         made.write_text("".join(f"{line}\n" for line in lines))
         made.rename(self.allowed_file(node))
+        self.changed_at[node] = self._kernel.now

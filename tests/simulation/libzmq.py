@@ -212,6 +212,7 @@ class SimSocket:
 
     def shut_all(self) -> None:
         """Cut all connections to a router."""
+        self.network.on_shut(self.process.name)
         for wire in list(self._wires.values()):
             self.network.cut(wire)
 

@@ -75,6 +75,7 @@ class Network:
         self.latencies_s: tuple[float, ...] = (5e-5, 2e-4, 1e-3)
         self.on_send: Callable[[Wire, bytes], float | None] = lambda wire, payload: 0.0
         self.on_request: Callable[[str, str, bytes], None] = lambda sender, address, payload: None
+        self.on_shut: Callable[[str], None] = lambda node: None
         self.change: Callable[[str, bytes], bytes] = lambda sender, payload: payload  # what a host says
         self._severed: dict[frozenset[str], float] = {}  # by both hosts: until when nothing passes
         self.on_strike: Callable[[str, str, float], None] = lambda one, other, seconds: None  # hosts

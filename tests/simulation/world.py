@@ -47,7 +47,7 @@ from tests.simulation.engine import Engine, EngineShape
 from tests.simulation.fabric import Fabric, Moment, Pace, SimTransport
 from tests.simulation.history import Heard
 from tests.simulation.kernel import Kernel, Process
-from tests.simulation.keys import READ_S, Keys
+from tests.simulation.keys import AT_ONCE_S, READ_S, Keys
 from tests.simulation.liars import NAME as LIAR
 from tests.simulation.network import Network, Wire, name_of
 from tests.simulation.node import Nodes
@@ -263,7 +263,7 @@ class World:
         self.kernel.preempt_share = traits.preempt_share
         self.kernel.dying_s = self._dying_s
         self.network = Network(self.kernel)
-        self.network.on_send = self._on_send
+        self.network.on_send, self.network.on_shut = self._on_send, self._shut
         if traits.is_far:
             self.network.latencies_s = (0.002, 0.02, 0.08)
         if traits.link_bytes:
@@ -303,7 +303,7 @@ class World:
         self.expectations = Expectations(self)
         self.reasons = Reasons(self)
         self.directory = Path(tempfile.mkdtemp())
-        self.keys = Keys(self.directory / "keys", [*node_names, LIAR] if traits.has_keys else [])
+        self.keys = Keys(self.directory / "keys", [*node_names, LIAR] if traits.has_keys else [], self.kernel)
         self.daemons: dict[str, Process] = {}
         self.engines: list[Engine] = []
         is_of_one_node = all(len({*shape.nodes}) == 1 for shape in shapes)
@@ -564,13 +564,20 @@ class World:
         return 0.0
 
     def _check_admitted(self, wire: Wire) -> None:
-        for node, (other, since) in self.keys.turned_away.items():
+        for node, other in self.keys.turned_away.items():
             is_theirs = {self.host_of(node), self.host_of(other)} == {wire.dealer.host, wire.router.host}
-            is_read = self.kernel.now > since + READ_S and not self.reasons.is_struck(
-                since, {("daemon", node)}
-            )
-            if is_theirs and is_read:
+            if is_theirs and self.kernel.now > self.keys.changed_at[node] + READ_S and self._runs_well(node):
                 self.violate(Check.ADMITTED, f"{node} does not admit {other}, and they speak")
+
+    def _shut(self, node: str) -> None:
+        """A daemon cuts all connections to it, as its list of keys has changed."""
+        is_late = self.kernel.now > self.keys.changed_at[node] + AT_ONCE_S
+        if node not in self.keys.turned_away and is_late and self._runs_well(node):
+            self.violate(Check.ADMITTED, f"{node} admits one more, and cuts all off")
+
+    def _runs_well(self, node: str) -> bool:
+        """Whether a daemon has had the time to read its list of keys."""
+        return not self.reasons.is_struck(self.kernel.now - READ_S, {("daemon", node)})
 
     def _reached(self, moment: Moment, transport: SimTransport) -> None:
         if planned := self.planned_at[moment]:
