@@ -122,7 +122,8 @@ HOME_IS_BEHIND = frozenset({
 SHORT_DEADLINE_S, LONG_WAIT_S, AWAITED_S = 2.0, 1.3, 4.0  # for whom is waited is back behind the deadline
 LATE_STEP_S = MAX_HOLD_S + 10.0
 NUM_AWAITED = 2  # of an episode
-JOINED_S = 14.0  # by then a home has the ranks of a node whose daemon was restarted
+# By then a home has the ranks of a node whose daemon was restarted; with keys at the second attempt.
+JOINED_S, JOINED_BY_KEY_S = 14.0, 3.5
 
 Wait = Callable[..., bool]
 
@@ -275,12 +276,8 @@ class Aftermath:
         is_staged = world.traits.placement == "staged"
         if hardship is Hardship.READERS_MOVER_DIES and is_staged:
             soon_s += CHUNK_KEPT_S
-        if (
-            hardship in (Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS)
-            and spans
-            and not world.traits.has_keys
-        ):
-            soon_s += JOINED_S
+        if hardship in (Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS) and spans:
+            soon_s += JOINED_BY_KEY_S if world.traits.has_keys else JOINED_S
         elif hardship in (Hardship.SOURCE_RESTARTS, Hardship.MOVERS_DIE) and is_staged:
             soon_s += CHUNK_REPLY_TIMEOUT_S
         first = {pull.worker: pull.began for pull in reversed(transfer.pulls)}
