@@ -21,6 +21,7 @@ from tests.simulation.contents import Lists, least_reads
 from tests.simulation.fabric import Pace, SimTransport
 from tests.simulation.history import End
 from tests.simulation.kernel import Process, Task
+from tests.simulation.operators import Operator
 from tests.simulation.reasons import OF_LIARS, OF_LIARS_PUBLISH
 from tests.simulation.safety import posts_into, writers_of
 from tests.simulation.shapes import RankShape, draw_request, first_piece, own_lists
@@ -45,6 +46,7 @@ MAX_ATTEMPTS = 3
 PATIENT_S = 10.0
 MAX_DRAWS = 100  # of blocks: a list of a window may need more than there are, or few
 RETRY_S = 0.2
+DISOWN_EVERY_S = 3.0
 BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
 COMPLETED_S = 14.0
@@ -107,6 +109,7 @@ class Worker:
         self._task: Task | None = None
         self.stream_ends = 0.0  # when its GPU has done what was launched
         self._connected_at = 0.0  # since when a daemon takes its requests
+        self._disowned_at = 0.0  # when an operator last freed its engine's name
         self._polled_at = 0.0  # what it hears next has come since then
         self._num_fds = 0  # that it had before it had a session
         self.process: Process = self.world.kernel.spawn(self.name, self._run, uid=engine.shape.uid)
@@ -317,7 +320,14 @@ class Worker:
         return True
 
     def _check_refused(self, error: KvxferdError | OSError) -> None:
-        """An engine of one node is refused only for what may change: its name is nobody else's."""
+        """An engine of one node is refused only for what may change: its name is nobody else's.
+
+        Where a former generation's nodes may be gone, the operator does what the refusal says.
+        """
+        now, name = self.world.kernel.now, self.engine.shape.name
+        if f"`kvxferd disown {name}`" in str(error) and now >= self._disowned_at + DISOWN_EVERY_S:
+            self._disowned_at = now
+            Operator(self.world).post(self.node, f"/v1/engines/disown?engine_id={name}")
         of_liars = OF_LIARS - {Code.BAD_FRAME}  # of one that is cut off
         if getattr(error, "code", None) in of_liars and len({*self.engine.shape.nodes}) == 1:
             self.world.violate(Check.REGISTERED, f"{self.name} is refused: {error}")

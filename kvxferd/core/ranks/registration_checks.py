@@ -63,19 +63,18 @@ class RegistrationChecks:
         """Raise EngineError where it would replace a generation whose ranks are all on other nodes.
 
         That one has no user here: any local user could end it by another generation. After a restart of this
-        daemon it exists only as the ranks that are kept for its members. Where all its ranks are lost it has
-        ended with its nodes. Called after `check_owner`.
+        daemon it exists only as the ranks that are kept for its members. Called after `check_owner`.
         """
         registry, engine_id = self._registry, key.engine_id
         is_own = session.uid in (0, self._context.settings.own_uid)
         if is_own or registry.get(key) or registry.users_of(engine_id):
             return
-        ranks = (record for one in registry.generations_of(engine_id) for record in one.ranks.values())
-        if registry.owners.awaits_daemon(engine_id) or not all(map(registry.is_lost, ranks)):
+        if registry.generations_of(engine_id) or registry.owners.awaits_daemon(engine_id):
             raise EngineError(
                 f"cannot register engine {key} as uid {session.uid}: this would replace a generation whose "
                 "ranks are all of other nodes; stop it there first, choose another engine id, register this "
-                "start as root or as the daemon's user, or have the operator disown it",
+                "start as root or as the daemon's user, or, if its nodes are gone, have the operator run "
+                f"`kvxferd disown {engine_id}`",
                 Code.NOT_ALLOWED,
             )
 

@@ -127,10 +127,6 @@ class Registry:
         limit_s = self._context.settings.member_silent_after_s
         return isinstance(record, MemberRank) and record.last_seen_at <= self._context.now - limit_s
 
-    def is_lost(self, record: RankRecord) -> bool:
-        """Whether the rank may be taken for gone: its daemon is silent, and has proved no key."""
-        return self.is_silent(record) and isinstance(record, MemberRank) and not record.key
-
     def users_of(self, engine_id: EngineId) -> set[int]:
         """Return the users of the local ranks of the newest generation, or if it has none the last owner."""
         generations = self.generations_of(engine_id)
