@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import zmq
-from zmq.utils import z85
-
 from kvxferd.control.curve_keys import SECRET_MODE
 from tests.simulation.kernel import Kernel
+from tests.simulation.libzmq import public_of
 
 # A daemon has read a changed file by then: two looks, and the time of its threads. Then it acts at once.
 READ_S, AT_ONCE_S = 1.2, 0.2
@@ -22,11 +20,11 @@ class Keys:
         self._directory, self._kernel = directory, kernel
         self.public: dict[str, str] = {}
         self.turned_away: dict[str, str] = {}  # by node: whom it does not admit
-        self.changed_at: dict[str, float] = {}
+        self.changed_at: dict[str, float] = {}  # by node: when its file was last written
         directory.mkdir()
         for node in nodes:
             secret = hashlib.sha256(node.encode()).digest()
-            self.public[node] = z85.decode(zmq.curve_public(z85.encode(secret))).hex()
+            self.public[node] = public_of(secret).hex()
             file = self.secret_file(node)
             file.write_text(secret.hex())
             file.chmod(SECRET_MODE)

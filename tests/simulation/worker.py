@@ -312,6 +312,7 @@ class Worker:
         except (KvxferdError, OSError) as error:
             self.tell(f"is not registered: {error}")
             self._check_refused(error)
+            self._obey_refusal(error)
             connected.close()
             if self.store is not None:  # a mover that the daemon had bound may have it for a while
                 self.graves.append(self.store)
@@ -320,17 +321,17 @@ class Worker:
         return True
 
     def _check_refused(self, error: KvxferdError | OSError) -> None:
-        """An engine of one node is refused only for what may change: its name is nobody else's.
+        """An engine of one node is refused only for what may change: its name is nobody else's."""
+        of_liars = OF_LIARS - {Code.BAD_FRAME}  # of one that is cut off
+        if getattr(error, "code", None) in of_liars and len({*self.engine.shape.nodes}) == 1:
+            self.world.violate(Check.REGISTERED, f"{self.name} is refused: {error}")
 
-        Where a former generation's nodes may be gone, the operator does what the refusal says.
-        """
+    def _obey_refusal(self, error: KvxferdError | OSError) -> None:
+        """Have the operator free the engine's name, where a refusal says so: its former nodes may be gone."""
         now, name = self.world.kernel.now, self.engine.shape.name
         if f"`kvxferd disown {name}`" in str(error) and now >= self._disowned_at + DISOWN_EVERY_S:
             self._disowned_at = now
             Operator(self.world).post(self.node, f"/v1/engines/disown?engine_id={name}")
-        of_liars = OF_LIARS - {Code.BAD_FRAME}  # of one that is cut off
-        if getattr(error, "code", None) in of_liars and len({*self.engine.shape.nodes}) == 1:
-            self.world.violate(Check.REGISTERED, f"{self.name} is refused: {error}")
 
     def _new_store(self) -> Store:
         assert self.shape is not None

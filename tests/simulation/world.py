@@ -263,7 +263,7 @@ class World:
         self.kernel.preempt_share = traits.preempt_share
         self.kernel.dying_s = self._dying_s
         self.network = Network(self.kernel)
-        self.network.on_send, self.network.on_shut = self._on_send, self._shut
+        self.network.on_send, self.network.on_shut = self._on_send, self._check_shut
         if traits.is_far:
             self.network.latencies_s = (0.002, 0.02, 0.08)
         if traits.link_bytes:
@@ -564,12 +564,13 @@ class World:
         return 0.0
 
     def _check_admitted(self, wire: Wire) -> None:
+        """Two daemons speak with each other."""
         for node, other in self.keys.turned_away.items():
             is_theirs = {self.host_of(node), self.host_of(other)} == {wire.dealer.host, wire.router.host}
             if is_theirs and self.kernel.now > self.keys.changed_at[node] + READ_S and self._runs_well(node):
                 self.violate(Check.ADMITTED, f"{node} does not admit {other}, and they speak")
 
-    def _shut(self, node: str) -> None:
+    def _check_shut(self, node: str) -> None:
         """A daemon cuts all connections to it, as its list of keys has changed."""
         is_late = self.kernel.now > self.keys.changed_at[node] + AT_ONCE_S
         if node not in self.keys.turned_away and is_late and self._runs_well(node):
