@@ -101,7 +101,8 @@ class Loss(StrEnum):
 # Those in which a pull may have to be repeated.
 NOT_AT_ONCE = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.CONNECTION_BREAKS})
 # From when all is written, and asked for, to when all of it is there: twice the most that was seen.
-SOON_S, SLOW_S = 0.6, 1.0  # the latter more between distant nodes, and in small posts
+# The second: how much longer between distant nodes. The third: in small posts, of a thousand runs and more.
+SOON_S, FAR_S, SMALL_POSTS_S = 0.6, 1.0, 3.0
 STOPPED_S = {Hardship.LONG_PREFILL: 8.0, Hardship.LONGER_PREFILL: 14.0}
 LATER_S = {
     Hardship.SOURCE_RESTARTS: 4.0, Hardship.SINK_RESTARTS: 2.0, Hardship.LONG_READ: LONG_READ_S,
@@ -269,8 +270,10 @@ class Aftermath:
         if world.traits.may_be_busy:
             return  # of ranks that ask at once some are turned away
         soon_s = SOON_S + LATER_S.get(hardship, 0.0)
-        if world.traits.is_far or SMALL_POSTS & {*world.traits.small_numbers}:
-            soon_s += SLOW_S
+        if SMALL_POSTS & {*world.traits.small_numbers}:
+            soon_s += SMALL_POSTS_S
+        elif world.traits.is_far:
+            soon_s += FAR_S
         if hardship is Hardship.MOVERS_DIE and world.traits.has_few_starts:
             soon_s += len(world.movers_of(source.shape.nodes[0])) / REGISTER_PER_S
         is_staged = world.traits.placement == "staged"

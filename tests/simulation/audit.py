@@ -314,6 +314,7 @@ class Requests:
         self._answered: set[tuple[Process, int]] = set()  # requests for grants
         self._hellos: dict[Wire, int] = {}
         self._refused: dict[Wire, int] = {}  # the hello
+        self._welcomed: set[Wire] = set()  # a lying daemon may say hello twice: what it asked between is answered
         self._forgets = "core.peers.routes MAX_ROUTES" in world.traits.low_numbers  # what it has refused
 
     def saw(self, wire: Wire, payload: bytes) -> None:
@@ -336,9 +337,10 @@ class Requests:
                 self._hellos[wire] = number
             case "PeerRefused" if self._hellos.get(wire) == number and not self._forgets:
                 # Of one that cannot be read either nothing is known: it names a version that was drawn.
-                if f"version {OTHER_VERSION}:" in message["message"]:
+                if f"version {OTHER_VERSION}:" in message["message"] and wire not in self._welcomed:
                     self._refused[wire] = number
             case "PeerWelcome":
+                self._welcomed.add(wire)
                 self._refused.pop(wire, None)
             case "ManifestReply" | "GrantReply" | "GrantsRenewed" as reply:
                 if number > self._refused.get(wire, math.inf):

@@ -81,13 +81,12 @@ class LocalEngine:
         return self._interned[1]
 
     def find_remapped(self, incarnations: Mapping[Rank, Incarnation]) -> Rank | None:
-        """Return a rank whose memory has another mapping than `incarnations` names, or None.
+        """Return a rank that sleeps, or whose memory has another mapping than `incarnations` names, or None.
 
         Absent ranks are left out: a daemon that has restarted does not know them yet.
         """
-        for rank, incarnation in incarnations.items():
-            record = self.ranks.get(rank)
-            if record is not None and (record.incarnation != incarnation or record.is_asleep):
+        for rank, record in self.ranks.items():
+            if record.is_asleep or incarnations.get(rank, record.incarnation) != record.incarnation:
                 return rank
         return None
 

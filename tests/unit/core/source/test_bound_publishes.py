@@ -127,11 +127,13 @@ def test_a_member_that_slept_while_its_home_was_away(world: World, first_back: s
     assert failure(world, sink, ref) in (Code.RELEASED, Code.TRANSFER_UNKNOWN)
 
 
-def test_what_is_published_while_a_rank_sleeps_is_refused(world):
+@pytest.mark.parametrize("knows_it", [True, False])
+def test_what_is_published_while_a_rank_sleeps_is_refused(world, knows_it):
     host = world.host("p")
-    first, second = world.engine(host, "prefill", tp=2, publish_implies_ready=True)
+    first, second = world.engine(host, "prefill", tp=2, publish_implies_ready=knows_it)
+    named = first.known if knows_it else first.known[:1]  # before the second rank was there
     suspend(second)
-    first.publish("t1", IDS, TOKENS)
+    first.publish("t1", IDS, TOKENS, incarnations=named)
     assert first.over() == [("t1", Code.RANK_LOST)]
 
 
