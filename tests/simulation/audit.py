@@ -314,7 +314,7 @@ class Requests:
         self._answered: set[tuple[Process, int]] = set()  # requests for grants
         self._hellos: dict[Wire, int] = {}
         self._refused: dict[Wire, int] = {}  # the hello
-        self._welcomed: set[Wire] = set()  # by a liar that says hello twice, what it asked between is answered
+        self._welcomed: set[Wire] = set()  # a liar may say hello twice: what it asked between is answered
         self._forgets = "core.peers.routes MAX_ROUTES" in world.traits.low_numbers  # what it has refused
 
     def saw(self, wire: Wire, payload: bytes) -> None:
