@@ -234,6 +234,8 @@ class Aftermath:
         if self._is_full:
             self._wait(lambda: False, REPEATED_S, REPEATED_S)
         self._wait_joined()
+        if hardship is Hardship.NONE:
+            self._wait(lambda: False, 1.5)  # until what the last one left is over: a request, a warning
         if hardship is Hardship.CONNECTION_BREAKS and sink.shape.memory is MemoryKind.GPU:
             hardship = Hardship.READ_FAILS  # else all that its mover stages through may be in doubt
         if hardship is Hardship.SINK_RESTARTS and {*source.shape.nodes} & {*sink.shape.nodes}:
@@ -297,8 +299,6 @@ class Aftermath:
             self._wait(lambda: transfer.is_over, LONG_CUT_OFF_S + COMPLETED_S + 1.0)
         if hardship is Hardship.READER_SLEEPS and not self._wait(lambda: transfer.is_over, ENDS_WITHIN_S):
             raise Violation(Check.COMPLETED, f"{what} is not released: {hardship.value}")
-        if hardship is Hardship.OTHER_HANGS:
-            self._wait(lambda: False, 1.0)  # what hung goes on, and sends its own requests
         if not all(rank.is_alive for rank in sink.ranks):
             sink.die()
             sink.start()

@@ -329,7 +329,7 @@ class Faults:
         return delay_s
 
     def _restart(self, name: str, delay_s: float) -> None:
-        self._world.expectations.disturb(delay_s, name)
+        self._world.expectations.disturb(delay_s, name, ("daemon", name))
         self._world.after(delay_s, self._world.start_daemon, name)
 
     def _kill_node(self, rng: random.Random) -> None:
