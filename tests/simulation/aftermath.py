@@ -38,7 +38,7 @@ LONG_READ_S = 9.0  # longer than a lease, and than a grant's
 LEASE_S = 60.0
 QUEUED_LEASE_S, QUEUE_S = 4.0, 12.0  # a queue of three leases: less than `transfers.MAX_HOLD_S`
 # A source is refused whose reads have hung so often within that time, each for longer than `quiesce_s`.
-NUM_STALLS, STALLS_WINDOW_S, STALLED_DEADLINE_S, STALL_S = 3, 60.0, 1.0, 9.0
+NUM_STALLS, STALLS_WINDOW_S, STALLED_DEADLINE_S, STALL_S, STALL_COUNTS_S = 3, 60.0, 1.0, 9.0, 4.4
 AWAY_S, LONG_AWAY_S = (0.01, 1.0), 2.2  # the last is longer than a reader waits for it
 WAITED_S = 0.3  # then a reader waits for a last step that is late
 CUT_OFF_S = 0.7  # less than `peer.restart_grace_s`
@@ -447,7 +447,7 @@ class Aftermath:
         self._wait_joined()
         ends_at = world.kernel.now + STALLS_WINDOW_S - 2 * STALL_S
         while world.kernel.now < ends_at or num_stalls == NUM_STALLS:
-            pulls, took_s = self._pull_hanging(source, sink)
+            pulls, took_s, doubt_s = self._pull_hanging(source, sink)
             found = [re.search("did not end; .* try again in ([0-9]+) s", pull.why) for pull in pulls]
             refused = [float(one[1]) for one in found if one is not None]
             if bool(refused) is not (num_stalls == NUM_STALLS) or (refused and took_s > ENDS_SOON_S):
@@ -456,15 +456,18 @@ class Aftermath:
             if refused:
                 self._wait(lambda: False, max(refused) + 1.0)
                 break
-            num_stalls += any(pull.ended == "in-doubt" for pull in pulls)
+            num_stalls += doubt_s > STALL_COUNTS_S  # else its mover was replaced for another reason
         world.tell("aftermath", f"{source.shape.name} is read again")
         transfer = self._publish(source)
         sink.pull(transfer, HARD_PULL_S)
         if not self._wait(lambda: self._is_delivered(transfer, sink), HARD_PULL_S):
             raise Violation(Check.WORKS_AGAIN, f"{source.shape.name} is not read again")
 
-    def _pull_hanging(self, source: Engine, sink: Engine) -> tuple[list[Pull], float]:
-        """Have an engine pull while no read goes on; return the pulls, and after what time all had ended."""
+    def _pull_hanging(self, source: Engine, sink: Engine) -> tuple[list[Pull], float, float]:
+        """Have an engine pull while no read goes on.
+
+        Return the pulls, after what time all had ended, and for how long some were in doubt then.
+        """
         world, transfer = self._world, self._publish(source)
         transfer.is_pulled_once = transfer.reads_hang = True
         self._wait(lambda: transfer.ref is not None, PULL_S)
@@ -477,12 +480,13 @@ class Aftermath:
         world.fabric.stall(began + STALL_S)
         self._wait(lambda: all(pull.ended for pull in pulls), PULL_S, 0.01)
         took_s = world.kernel.now - began
-        self._wait(lambda: not any(worker.pulls for worker in sink.ranks), HARD_PULL_S)
+        self._wait(lambda: not any(worker.pulls for worker in sink.ranks), HARD_PULL_S, 0.01)
+        doubt_s = world.kernel.now - began - took_s
         self._wait(lambda: world.kernel.now > began + STALL_S or "did not end" in pulls[0].why, STALL_S)
         if not transfer.is_over:  # its blocks are the next one's
             transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
         self._wait(lambda: transfer.transfer_id not in source.transfers, PULL_S)
-        return pulls, took_s
+        return pulls, took_s, doubt_s
 
     def _publish(self, source: Engine, grows: bool = False) -> Transfer:
         grows = grows or self._rng.random() < GROWS_SHARE
