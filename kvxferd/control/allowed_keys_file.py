@@ -162,9 +162,11 @@ class AllowedKeysFile:
         """Look once; return what is read of a file that has changed since, and not since the last look."""
         path, last_seen = self._path, self._last_seen
         seen = self._last_seen = _look(path)
-        if seen != last_seen or seen == self._signature or not path:
-            return None
         before = self._found
+        # What could not be read is read again: the daemon may have had no descriptor left.
+        is_read = seen == self._signature and not before.problem
+        if seen != last_seen or is_read or not path:
+            return None
         try:
             keys, read = _read(Path(path), self._secret_key_file)
             if read != seen:

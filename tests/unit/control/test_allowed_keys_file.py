@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
@@ -140,6 +141,25 @@ def test_a_change_is_read_and_a_bad_file_keeps_the_list(
     gone = look_until_same(keys_file)
     assert gone is not None
     assert gone.keys == {C}
+
+
+def test_a_change_that_comes_while_no_descriptor_is_left_is_read_later(tmp_path: Path) -> None:
+    path = tmp_path / "allowed"
+    path.write_text(f"{A}\n")
+    keys_file = AllowedKeysFile(str(path))
+    _replace(path, f"{A}\n{B}\n")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        unread = look_until_same(keys_file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert unread is not None
+    assert "Too many open files" in unread.problem
+    assert keys_file.look() == KeysRead(frozenset({A, B}))
+    assert keys_file.look() is None
 
 
 def test_a_reload_reads_at_once_and_a_bad_path_changes_nothing(tmp_path: Path) -> None:
