@@ -24,6 +24,7 @@ SavedRanks = tuple[SavedRank, ...]
 WRITE_AFTER_S = 0.2
 # Peers that join and leave must not cause endless writes: 8,192 ranks are written every two seconds.
 WRITE_AFTER_S_PER_RANK = 2.0 / 8192
+RETRY_S = 10.0  # after a write that failed: the disk was full, or the daemon had no descriptor left
 CLOSE_S = 5.0  # for a running write when the daemon stops
 # 8192 ranks of two names each, of 256 characters of at most 6 bytes, and a key: 26 MB.
 MAX_FILE_BYTES = 32 << 20
@@ -76,7 +77,6 @@ class OwnershipFile:
         if self._save_task is None:
             return
         self._closing.set()
-        self._written = None  # the last write may have failed
         self.save_soon()
         await asyncio.wait([self._save_task], timeout=CLOSE_S)
         if not self._save_task.done():
@@ -84,16 +84,21 @@ class OwnershipFile:
             log.error("ownership file not written", path=str(self._path), reason=reason)
 
     async def _save(self) -> None:
+        has_failed = False
         while (listed := self._current()) != self._written:
+            pause_s = RETRY_S if has_failed else WRITE_AFTER_S + len(listed) * WRITE_AFTER_S_PER_RANK
             with suppress(TimeoutError):
-                async with asyncio.timeout(WRITE_AFTER_S + len(listed) * WRITE_AFTER_S_PER_RANK):
+                async with asyncio.timeout(pause_s):
                     await self._closing.wait()
             listed = self._current()
             try:
                 await on_thread(partial(self._write, listed), "owners")
-            except RuntimeError as error:  # the system has no thread now
+                self._written, has_failed = listed, False
+            except (OSError, RuntimeError) as error:  # the latter: the system has no thread now
+                has_failed = True
                 log.error("ownership file not written", path=str(self._path), reason=str(error))
-            self._written = listed  # also if the write fails: the next change tries again
+                if self._closing.is_set():
+                    return
 
     def _write(self, listed: SavedRanks) -> None:
         content = msgspec.json.encode(listed)
@@ -104,8 +109,8 @@ class OwnershipFile:
             with os.fdopen(fd, "wb") as file:
                 file.write(content)
             fresh.replace(self._path)
-        except OSError as error:
+        except OSError:
             if fresh is not None:
                 with suppress(OSError):
                     fresh.unlink()
-            log.error("ownership file not written", path=str(self._path), reason=error.strerror)
+            raise

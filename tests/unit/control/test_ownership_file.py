@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from kvxferd.control.ownership_file import OwnershipFile
+from kvxferd.control import ownership_file
+from kvxferd.control.ownership_file import OwnershipFile, SavedRanks
 
 KEPT = (("prefill", "g1", 1, 0, "key:0a"), ("decode \u00e9", "g1", 0, 0, "uid:1000"))
 
@@ -80,15 +82,22 @@ async def test_a_disk_that_refuses_is_no_end(tmp_path: Path):
     assert not (tmp_path / "nowhere").exists()
 
 
-async def test_without_a_thread_nothing_is_raised_and_a_later_change_is_written(
-    tmp_path: Path, no_thread_left
+async def test_without_a_thread_nothing_is_raised_and_it_is_written_later(
+    tmp_path: Path, no_thread_left, monkeypatch: pytest.MonkeyPatch
 ):
-    file = OwnershipFile(tmp_path / "owners.json", lambda: KEPT)
+    monkeypatch.setattr(ownership_file, "RETRY_S", 0.05)
+    has_failed, asked = asyncio.Event(), itertools.count(1)
+
+    def current() -> SavedRanks:
+        if next(asked) == 3:  # the first two are of the write that fails
+            has_failed.set()
+        return KEPT
+
+    file = OwnershipFile(tmp_path / "owners.json", current)
     with no_thread_left():
         file.save_soon()
-        async with asyncio.timeout(10):
-            await file._save_task
-        await file.close()
+        await asyncio.wait_for(has_failed.wait(), 10)
     assert file.read() == ()
-    await file.close()
+    async with asyncio.timeout(10):
+        await file._save_task
     assert file.read() == KEPT
