@@ -159,14 +159,12 @@ class AllowedKeysFile:
             self._thread.join(STOP_S)
 
     def look(self) -> KeysRead | None:
-        """Look once; return what is read of a file that has changed since, and not since the last look."""
+        """Look once; return what has come of a file that was not read since it changed, before the last look."""
         path, last_seen = self._path, self._last_seen
         seen = self._last_seen = _look(path)
-        before = self._found
-        # What could not be read is read again: the daemon may have had no descriptor left.
-        is_read = seen == self._signature and not before.problem
-        if seen != last_seen or is_read or not path:
+        if seen != last_seen or seen == self._signature or not path:
             return None
+        before = self._found
         try:
             keys, read = _read(Path(path), self._secret_key_file)
             if read != seen:
@@ -174,6 +172,8 @@ class AllowedKeysFile:
             found = KeysRead(keys)
         except ConfigError as error:
             found = KeysRead(before.keys, error.message)
+            if isinstance(error.__cause__, OSError):
+                seen = ()  # it was not read, perhaps for lack of descriptors: the next look tries again
         with self._lock:
             if path != self._path or self._found is not before:
                 return None  # a reload read it meanwhile, or another file

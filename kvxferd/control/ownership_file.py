@@ -24,7 +24,7 @@ SavedRanks = tuple[SavedRank, ...]
 WRITE_AFTER_S = 0.2
 # Peers that join and leave must not cause endless writes: 8,192 ranks are written every two seconds.
 WRITE_AFTER_S_PER_RANK = 2.0 / 8192
-RETRY_S = 10.0  # after a write that failed: the disk was full, or the daemon had no descriptor left
+RETRY_S = 2.0  # after a write that failed: the disk was full, or the daemon had no descriptor left
 CLOSE_S = 5.0  # for a running write when the daemon stops
 # 8192 ranks of two names each, of 256 characters of at most 6 bytes, and a key: 26 MB.
 MAX_FILE_BYTES = 32 << 20
@@ -33,7 +33,10 @@ _NEW_SUFFIX = ".new"
 
 
 class OwnershipFile:
-    """Reads the file at start, and writes it in a thread after changes: a slow disk blocks nothing."""
+    """Reads the file at start, and writes it in a thread after changes: a slow disk blocks nothing.
+
+    A write that fails is repeated, and logged once for each reason.
+    """
 
     def __init__(self, path: Path, current: Callable[[], SavedRanks]) -> None:
         self._path = path
@@ -84,20 +87,22 @@ class OwnershipFile:
             log.error("ownership file not written", path=str(self._path), reason=reason)
 
     async def _save(self) -> None:
-        has_failed = False
+        problem = ""
         while (listed := self._current()) != self._written:
-            pause_s = RETRY_S if has_failed else WRITE_AFTER_S + len(listed) * WRITE_AFTER_S_PER_RANK
+            pause_s = RETRY_S if problem else WRITE_AFTER_S + len(listed) * WRITE_AFTER_S_PER_RANK
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._closing.wait()
-            listed = self._current()
+            is_last, listed = self._closing.is_set(), self._current()
             try:
                 await on_thread(partial(self._write, listed), "owners")
-                self._written, has_failed = listed, False
+                self._written, problem = listed, ""
             except (OSError, RuntimeError) as error:  # the latter: the system has no thread now
-                has_failed = True
-                log.error("ownership file not written", path=str(self._path), reason=str(error))
-                if self._closing.is_set():
+                reason = getattr(error, "strerror", "") or str(error)
+                if reason != problem:
+                    log.error("ownership file not written", path=str(self._path), reason=reason)
+                problem = reason
+                if is_last:
                     return
 
     def _write(self, listed: SavedRanks) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import tempfile
 import threading
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvxferd.control import ownership_file
 from kvxferd.control.ownership_file import OwnershipFile, SavedRanks
@@ -82,22 +84,52 @@ async def test_a_disk_that_refuses_is_no_end(tmp_path: Path):
     assert not (tmp_path / "nowhere").exists()
 
 
-async def test_without_a_thread_nothing_is_raised_and_it_is_written_later(
-    tmp_path: Path, no_thread_left, monkeypatch: pytest.MonkeyPatch
+async def test_closing_tries_once_more_where_the_write_that_runs_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    began, go_on, make = threading.Event(), threading.Event(), tempfile.mkstemp
+
+    def fail_slowly(*args: object) -> tuple[int, str]:
+        monkeypatch.setattr(tempfile, "mkstemp", make)
+        began.set()
+        assert go_on.wait(30)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkstemp", fail_slowly)
+    file = OwnershipFile(tmp_path / "owners.json", lambda: KEPT)
+    file.save_soon()
+    assert await asyncio.to_thread(began.wait, 10)
+    closing = asyncio.create_task(file.close())
+    await asyncio.sleep(0)  # it waits for the write
+    go_on.set()
+    await asyncio.wait_for(closing, 10)
+    assert file.read() == KEPT
+
+
+def _no_space(*args: object) -> tuple[int, str]:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("what_is_short", ["threads", "disk"])
+async def test_what_could_not_be_written_is_written_later_without_a_change(
+    tmp_path: Path, no_thread_left, monkeypatch: pytest.MonkeyPatch, what_is_short: str
 ):
     monkeypatch.setattr(ownership_file, "RETRY_S", 0.05)
     has_failed, asked = asyncio.Event(), itertools.count(1)
 
     def current() -> SavedRanks:
-        if next(asked) == 3:  # the first two are of the write that fails
+        if next(asked) == 5:  # the first four are of two writes, which fail
             has_failed.set()
         return KEPT
 
     file = OwnershipFile(tmp_path / "owners.json", current)
-    with no_thread_left():
-        file.save_soon()
-        await asyncio.wait_for(has_failed.wait(), 10)
+    with no_thread_left() if what_is_short == "threads" else monkeypatch.context() as short:
+        if short is not None:
+            short.setattr(tempfile, "mkstemp", _no_space)
+        with capture_logs() as logs:
+            file.save_soon()
+            await asyncio.wait_for(has_failed.wait(), 10)
     assert file.read() == ()
-    async with asyncio.timeout(10):
-        await file._save_task
+    assert [line["event"] for line in logs] == ["ownership file not written"]  # once for its reason
+    await asyncio.wait_for(file._save_task, 10)
     assert file.read() == KEPT
