@@ -159,7 +159,7 @@ class AllowedKeysFile:
             self._thread.join(STOP_S)
 
     def look(self) -> KeysRead | None:
-        """Look once; return what has come of a file that was not read since it changed, before the last look."""
+        """Look once; return what came of a file that was not read as it is, and is as at the last look."""
         path, last_seen = self._path, self._last_seen
         seen = self._last_seen = _look(path)
         if seen != last_seen or seen == self._signature or not path:
