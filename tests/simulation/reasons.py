@@ -67,7 +67,7 @@ class Reasons:
 
     def turned_away(self, one: str, other: str, lasting_s: float) -> None:
         """A host does not admit another for so long."""
-        self.turned_away_until = self._world.kernel.now + lasting_s
+        self.turned_away_until = max(self.turned_away_until, self._world.kernel.now + lasting_s)
         self.link_struck(one, other, lasting_s)
 
     def link_struck(self, one: str, other: str, lasting_s: float) -> None:
