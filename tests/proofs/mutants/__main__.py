@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="mutants whose names contain this")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, help="chosen and printed where none is given")
-    parser.add_argument("--faults", type=int, default=10_000, help="after which a mutant counts as missed")
+    parser.add_argument("--faults", type=int, default=6000, help="after which a mutant counts as missed")
     parser.add_argument("--complete", action="store_true", help="fail where a mutant is stale or unproved")
     parser.add_argument("--generated", type=int, metavar="N", help="so many mutants that are made anew")
     requested = parser.parse_args()
