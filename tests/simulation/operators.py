@@ -125,12 +125,15 @@ def wrong_in_status(node: dict[str, Any]) -> list[str]:
     learnt = [one["engines"] for one in peers]
     limits = [one for one in node["limits"] if one["name"] != "max_inflight_bytes"]  # one pull may pass that
     unread = [row for row in transfers if row["state"] != "granted"]
+    of_readable = {_generation_of(row) for row in transfers if row["state"] == "readable"}
+    read_from = [one["ranks"] for one in node["engines"] if _generation_of(one) in of_readable]
+    has_memory = any(rank["state"] != "remote" for ranks in read_from for rank in ranks)
     adds_up = {
         "states": (node["transfer_states"], node["pull_phases"]) == (states, phases),
         "grants": node["num_grants_given"] == num_grants,
         # Of a pull that has only its word to read no block is in quarantine.
         "doubts": node["num_quarantined"] == num_doubts and (num_doubts > 0 or not node["quarantined_bytes"]),
-        "published": bool(node["published_bytes"]) or not states["readable"],
+        "published": bool(node["published_bytes"]) or not has_memory,
         "oldest": abs(node["oldest_published_s"] - oldest_s) < 0.1,
         # All tokens may be written before all blocks are listed: those of a window come last.
         "ready": all(row["ready_tokens"] == row["num_tokens"] or row["state"] == "writing" for row in unread),
@@ -148,6 +151,10 @@ def wrong_in_status(node: dict[str, Any]) -> list[str]:
         ),
     }
     return [f"{name} of {node}" for name, is_so in adds_up.items() if not is_so]
+
+
+def _generation_of(row: dict[str, Any]) -> tuple[str, str]:
+    return row["engine_id"], row["generation"]
 
 
 def _is_shown_as(pull: Pull, shown: dict[str, Any]) -> bool:
