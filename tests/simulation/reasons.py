@@ -140,8 +140,8 @@ class Reasons:
         is_cut_off = "inside a frame" in event.message or "descriptors were cut off" in event.message
         if code in self.of_liars and not is_cut_off:
             return "all are honest"
-        # A source that replies for too long that it still waits is `deadline`, too: pulls share the request. So
-        # is a session whose client takes no mover.
+        # A source that replies for too long that it still waits is `deadline`, too: pulls share the request.
+        # So is a session whose client takes no mover.
         is_kept = "cannot wait longer for" in event.message or "cannot bind a mover" in event.message
         # Of a mover that stages: what earlier reads left in doubt, until it is replaced.
         has_doubts = "every buffer is in doubt" in event.message
