@@ -107,6 +107,8 @@ def _signature_of(status: os.stat_result) -> _Signature:
 class AllowedKeysFile:
     """The keys of the file that were last read, and a thread that reads it again when it changes.
 
+    What cannot be read, because it is absent or no descriptor is left, is tried at each look.
+
     Raises ConfigError if the first read fails: a daemon that starts has no older list to keep.
     """
 
@@ -159,7 +161,7 @@ class AllowedKeysFile:
             self._thread.join(STOP_S)
 
     def look(self) -> KeysRead | None:
-        """Look once; return what came of a file that was not read as it is, and is as at the last look."""
+        """Look once; return what is new. A changed file is read once two looks in a row find it the same."""
         path, last_seen = self._path, self._last_seen
         seen = self._last_seen = _look(path)
         if seen != last_seen or seen == self._signature or not path:

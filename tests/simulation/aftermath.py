@@ -37,7 +37,8 @@ HARD_PULL_S = 40.0  # enough for each hardship
 LONG_READ_S = 9.0  # longer than a lease, and than a grant's
 LEASE_S = 60.0
 QUEUED_LEASE_S, QUEUE_S = 4.0, 12.0  # a queue of three leases: less than `transfers.MAX_HOLD_S`
-# A source is refused whose reads have hung so often within that time, each for longer than `quiesce_s`.
+# A source is refused whose reads have hung so often within that time, each for longer than `quiesce_s`: a
+# doubt that was over sooner than the last of these had its mover replaced for another reason.
 NUM_STALLS, STALLS_WINDOW_S, STALLED_DEADLINE_S, STALL_S, STALL_COUNTS_S = 3, 60.0, 1.0, 9.0, 4.4
 AWAY_S, LONG_AWAY_S = (0.01, 1.0), 2.2  # the last is longer than a reader waits for it
 WAITED_S = 0.3  # then a reader waits for a last step that is late
@@ -456,7 +457,7 @@ class Aftermath:
             if refused:
                 self._wait(lambda: False, max(refused) + 1.0)
                 break
-            num_stalls += doubt_s > STALL_COUNTS_S  # else its mover was replaced for another reason
+            num_stalls += doubt_s > STALL_COUNTS_S
         world.tell("aftermath", f"{source.shape.name} is read again")
         transfer = self._publish(source)
         sink.pull(transfer, HARD_PULL_S)

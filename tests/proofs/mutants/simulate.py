@@ -16,7 +16,7 @@ from tests.proofs.mutants.mutant import ROOT, Mutant
 CONTROL_FAULTS = 300
 START_S, S_PER_FAULT = 300.0, 0.5  # many times what a busy machine takes
 MAX_FALSE_ALARMS = 2
-DENSE = ("--episode-faults", 350)  # three times as many faults in a second, that meet more often
+DENSE = ("--episode-faults", 350)  # nearly four times as many faults in a second, that meet more often
 
 
 class Outcome(NamedTuple):
@@ -65,33 +65,29 @@ def simulate(mutant: Mutant, seed: int, max_faults: int) -> Outcome:
     """
     rng = random.Random(f"{seed} {mutant.name}")
     few = max_faults // 10
+    outcome = _simulate_part(mutant, rng, few)
+    if not outcome.how.startswith("missed: no violation"):
+        return outcome
+    outcome = _simulate_part(mutant, rng, max_faults - few, *DENSE)
+    return outcome if outcome.faults is None else outcome._replace(faults=few + outcome.faults)
+
+
+def _simulate_part(mutant: Mutant, rng: random.Random, max_faults: int, *density: object) -> Outcome:
     num_faults = 0
-    for part, density in ((few, ()), (max_faults - few, DENSE)):
-        outcome, num_faults = _simulate_part(mutant, rng, part, density, num_faults)
-        if not outcome.how.startswith("missed: no violation"):
-            break
-    return outcome
-
-
-def _simulate_part(
-    mutant: Mutant, rng: random.Random, max_faults: int, density: tuple[object, ...], num_faults: int
-) -> tuple[Outcome, int]:
-    """Return what became of the mutant, and after how many faults, `num_faults` of them before."""
     for _ in range(MAX_FALSE_ALARMS + 1):
-        outcome, episode = _simulate_once(mutant, rng.getrandbits(32), max_faults, density)
+        outcome, episode = _simulate_once(mutant, rng.getrandbits(32), max_faults, *density)
         if outcome.faults is None:
-            return outcome, num_faults + max_faults
+            return outcome
         num_faults += outcome.faults
         # One that fails without any bug too is the simulation's own, or a real defect.
         if episode is None or not _run(None, "--episode", episode, *density).returncode:
-            return outcome._replace(faults=num_faults), num_faults
+            return outcome._replace(faults=num_faults)
         print(f"{mutant.name}: episode {episode} fails without it too", file=sys.stderr, flush=True)
-    how = f"missed: {MAX_FALSE_ALARMS + 1} episodes fail without it too"
-    return Outcome(mutant, None, how), num_faults
+    return Outcome(mutant, None, f"missed: {MAX_FALSE_ALARMS + 1} episodes fail without it too")
 
 
 def _simulate_once(
-    mutant: Mutant, seed: int, max_faults: int, density: tuple[object, ...]
+    mutant: Mutant, seed: int, max_faults: int, *density: object
 ) -> tuple[Outcome, int | None]:
     """Return what became of the mutant, and the episode in which something was broken."""
     arguments = ("--faults", max_faults, "--seed", seed, "--jobs", 1, *density)

@@ -115,11 +115,11 @@ async def test_what_could_not_be_written_is_written_later_without_a_change(
     tmp_path: Path, no_thread_left, monkeypatch: pytest.MonkeyPatch, what_is_short: str
 ):
     monkeypatch.setattr(ownership_file, "RETRY_S", 0.05)
-    has_failed, asked = asyncio.Event(), itertools.count(1)
+    found, asked = asyncio.get_running_loop().create_future(), itertools.count(1)
 
     def current() -> SavedRanks:
         if next(asked) == 5:  # the first four are of two writes, which fail
-            has_failed.set()
+            found.set_result(file.read())
         return KEPT
 
     file = OwnershipFile(tmp_path / "owners.json", current)
@@ -128,8 +128,7 @@ async def test_what_could_not_be_written_is_written_later_without_a_change(
             short.setattr(tempfile, "mkstemp", _no_space)
         with capture_logs() as logs:
             file.save_soon()
-            await asyncio.wait_for(has_failed.wait(), 10)
-    assert file.read() == ()
+            assert await asyncio.wait_for(found, 10) == ()
     assert [line["event"] for line in logs] == ["ownership file not written"]  # once for its reason
     await asyncio.wait_for(file._save_task, 10)
     assert file.read() == KEPT
