@@ -463,7 +463,8 @@ class Blunders:
     def _part(self, between: Between, false: FalseMessage | None = None) -> bool:
         """Break what joins two daemons: they know nothing of each other, and something is false from then.
 
-        Not where one asks the other again and again, which keeps what it knows; return whether it was done.
+        Not where one asks the other again and again, or waits for a lost reply: it keeps what it knows. Return
+        whether it was done.
         """
         between.false = None
         if not self._wait(lambda: between.is_quiet, QUIET_WITHIN_S):
@@ -472,9 +473,9 @@ class Blunders:
         for wire in [one for one in network.wires if {one.dealer.host, one.router.host} == between.hosts]:
             network.cut(wire)
         between.open.clear()  # what is still wanted is sent again
-        between.false = false
+        between.false, asked_before = false, between.num_asked
         self._wait(lambda: False, ANEW_S)
-        return True
+        return between.num_asked == asked_before
 
     def _expect(
         self,

@@ -66,6 +66,7 @@ class Between:
         self._kernel, self._asking = kernel, asking
         self.hosts = {asking, other}
         self.open = set[int]()
+        self.num_asked = 0
         self._heard_at = kernel.now  # what was asked before may be on its way
 
     def change(self, sender: str, payload: bytes) -> bytes:
@@ -73,6 +74,7 @@ class Between:
         tree = msgspec.msgpack.decode(payload)
         if sender == self._asking and tree["t"] in REQUESTS:
             self.open.add(tree["request"])
+            self.num_asked += 1
         elif sender != self._asking and tree["t"] not in REQUESTS and tree["request"] in self.open:
             self.open.discard(tree["request"])
             self._heard_at = self._kernel.now
