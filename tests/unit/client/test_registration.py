@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from kvxferd.wire import worker
 from kvxferd.wire.common import FdBatch
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 from tests.support.client_harness import LAYOUT, REGION, SPEC, Stage
-from tests.support.scripted_daemon import WAIT_S
+from tests.support.scripted_daemon import ENDPOINT, WAIT_S
 
 
 def test_a_refused_register_says_why_and_the_connection_lives_for_one_rank(stage: Stage) -> None:
@@ -34,6 +35,30 @@ def test_a_refused_register_says_why_and_the_connection_lives_for_one_rank(stage
     assert again.result(WAIT_S).is_connected
     with pytest.raises(EngineError, match="connect once for each"):
         client.attach("prefill-0", "g7")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda number: worker.Refused(request=number, code=Code.BUSY, message="no"),
+        lambda number: worker.Registered(request=number, endpoint=ENDPOINT),
+        lambda number: worker.FdsRequest(request=number),
+    ],
+    ids=["refused", "registered", "asked for descriptors"],
+)
+def test_a_reply_to_another_register_ends_the_connection_and_no_call(
+    stage: Stage, reply: Callable[[int], worker.DaemonMessage]
+) -> None:
+    client = stage.client()
+    registering = stage.registering(client)
+    former = stage.side
+    message = reply(former.expect(worker.Register).request + 1)
+    former.say(message, *[former.page.fd] * isinstance(message, worker.Registered))
+    stage.accept()
+    stage.side.register(stage.new_mover())
+    assert registering.result(WAIT_S).is_connected
+    with pytest.raises(ConnectionError):
+        former.receive()
 
 
 def test_what_cannot_be_registered_is_named_before_anything_is_sent(stage: Stage) -> None:

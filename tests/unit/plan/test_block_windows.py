@@ -77,6 +77,7 @@ def test_a_piece_needs_a_window_of_the_list() -> None:
 def test_of_a_list_that_the_pull_does_not_have_nothing_is_asked() -> None:
     plan, _ = plan_between(4, 4)
     assert SourceLists(plan).missing({}, {}) == {}
+    assert SourceLists(plan).missing({}, {"full": packed(0, 3)}) == {}
     assert SourceLists(plan).missing(None, {}) == {"full": 0}
     assert SourceLists(plan).missing({"full": 8}, {"full": packed(0, 3, 8)}) == {"full": 20}
 

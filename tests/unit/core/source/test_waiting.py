@@ -169,6 +169,18 @@ def test_a_reader_that_waits_keeps_its_movers_polling_though_a_grant_of_its_name
     assert first_mover.attended
 
 
+def test_a_mover_that_a_grant_reads_no_more_may_stop_polling(world):
+    first, second = world.engine(world.host("p"), "prefill", tp=2)
+    ref = first.publish("t", IDS, TOKENS, lease_s=120.0)
+    second.ready("t")
+    first_mover, second_mover = first.host.movers.values()
+    send(world, first, grant_request(ref, 1, first_mover.agent, second_mover.agent, grant="g"))
+    assert second_mover.attended
+    send(world, first, grant_request(ref, 2, first_mover.agent, grant="g"))
+    world.advance(world.settings.polling_linger_s + 0.1)
+    assert (first_mover.attended, second_mover.attended) == (True, False)
+
+
 def test_a_release_refuses_those_that_wait_for_the_transfer(waiting):
     world, source = waiting
     second = world.register(source.host, spec_of("prefill", tp=2, tp_rank=1))
