@@ -266,6 +266,17 @@ def test_an_agent_that_is_another_ranks_is_not_joined(world, home):
     assert effect.message.code is Code.RANK_TAKEN
 
 
+def test_a_rank_that_a_worker_of_the_home_holds_is_not_joined(world, stages, home):
+    record = record_of(home)
+    spec = msgspec.structs.replace(record.spec, pp_rank=0)
+    binding = msgspec.structs.replace(record.joined.binding, agent="evil/1")
+    manifest = msgspec.structs.replace(record.joined, spec=spec, binding=binding)
+    said = JoinRank(request=9, boot="evil", manifest=manifest, secret="guessed")
+    (effect,) = home.node.feed(ev.PeerRequest(b"evil", said), world.now)
+    assert effect.message.code is Code.RANK_TAKEN
+    assert "another worker holds it" in effect.message.message
+
+
 def test_reports_that_wait_for_a_rank_to_join_do_not_keep_it_from_joining(world, stages, member, monkeypatch):
     """They are repeated for minutes, and count as their user's open requests."""
     monkeypatch.setattr(member.node.peers._open_request_share, "limit", 4)
