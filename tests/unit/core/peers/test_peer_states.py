@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kvxferd.core import events as ev
+from kvxferd.core.peers.peers import HELLO_RESENDS
 from kvxferd.core.peers.routes import MAX_ROUTES, PeerRoutes
 from kvxferd.core.sink.held_grant import GrantState
 from kvxferd.core.sink.pull import PullPhase
@@ -41,12 +42,26 @@ def test_a_peer_that_was_up_is_silent_once_its_reply_is_overdue_and_up_when_it_c
     assert states_of(world) == {source_host.endpoint: "up"}
     world.cut.add(("d", "p"))
     sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
+    hello_s = HELLO_RESENDS * world.settings.peer.request_timeout_s
+    world.advance(hello_s + 0.1)
     assert states_of(world) == {source_host.endpoint: "up"}
-    world.advance(max(world.settings.peer.silent_after_s, world.settings.peer.handshake_wait_s) + 1.0)
+    patience_s = max(world.settings.peer.silent_after_s, world.settings.peer.handshake_wait_s)
+    world.advance(patience_s - hello_s + 0.9)
     assert states_of(world) == {source_host.endpoint: "silent"}
     world.cut.clear()
     world.advance(world.settings.peer.request_timeout_s + 0.1)
     assert states_of(world) == {source_host.endpoint: "up"}
+
+
+def test_a_peer_that_does_not_answer_its_first_hello_is_silent_soon(world, sink) -> None:
+    ref = TransferRef(world.host("p").endpoint, "prefill", "g1", "t", "n")
+    world.cut.add(("d", "p"))
+    sink.pull(ref, SINK_IDS, TOKENS)
+    hello_s = HELLO_RESENDS * world.settings.peer.request_timeout_s
+    world.advance(hello_s - 0.1)
+    assert states_of(world) == {ref.endpoint: "connecting"}
+    world.advance(0.2)
+    assert states_of(world) == {ref.endpoint: "silent"}
 
 
 def test_states_and_reasons_are_those_of_the_core() -> None:
