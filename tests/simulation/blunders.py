@@ -463,8 +463,8 @@ class Blunders:
     def _part(self, between: Between, false: FalseMessage | None = None) -> bool:
         """Break what joins two daemons: they know nothing of each other, and something is false from then.
 
-        Not where one asks the other again and again, or waits for a lost reply: it keeps what it knows. Return
-        whether it was done.
+        Not where one asks the other again and again, or waits for a lost reply: it keeps what it knows.
+        Return whether it was done.
         """
         between.false = None
         if not self._wait(lambda: between.is_quiet, QUIET_WITHIN_S):

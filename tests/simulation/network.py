@@ -159,11 +159,11 @@ class Network:
 
     def _shake_hands(self, dealer: SimSocket, address: str, router: SimSocket) -> None:
         """Connect, if the router's authenticator admits the dealer."""
-        is_over = False
+        is_over, lent_to = False, self._tenants.get(address)
 
         def replied(user: str | None) -> None:
             nonlocal is_over
-            if is_over or dealer.closed or dealer.process.is_dead:
+            if is_over or dealer.closed or dealer.process.is_dead or self._tenants.get(address) != lent_to:
                 return
             is_over = True
             if user is None:
@@ -176,7 +176,7 @@ class Network:
             nonlocal is_over
             if is_over or dealer.closed or dealer.process.is_dead:
                 return
-            is_gone = router.closed or router.process.is_dead
+            is_gone = router.closed or router.process.is_dead or self._tenants.get(address) != lent_to
             if not is_gone and self.kernel.now < began + HANDSHAKE_S:
                 self.kernel.at(self.kernel.now + RECONNECT_S, look)
                 return
