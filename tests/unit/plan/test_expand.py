@@ -7,7 +7,7 @@ import pytest
 
 from kvxferd.errors import PlanError
 from kvxferd.ids import Rank, RegionId
-from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout import EngineSpec, RankLayout, TokenShard
 from kvxferd.plan import Expander
 from tests.support.attention_engines import KV, blocks, engine, expand, listed, plan_between
 
@@ -33,6 +33,20 @@ def test_blocks_merge_where_both_sides_go_on(
     """K's half of the runs; local addresses ascend whatever the order of ids."""
     plan = plan_between(engine(**ONE), engine(**ONE))
     assert listed(expand(plan, mine, theirs)[SOURCE])[: len(want)] == want
+
+
+def test_a_rank_that_holds_all_tokens_has_them_in_order_whatever_its_interleave_is() -> None:
+    """With one shard it is no multiple of anything: here lists begin inside it."""
+
+    def interleaved(held: tuple[EngineSpec, RankLayout]) -> tuple[EngineSpec, RankLayout]:
+        (group,) = held[1].groups
+        group = msgspec.structs.replace(group, token_shard=TokenShard(interleave=16))
+        return held[0], msgspec.structs.replace(held[1], groups=(group,))
+
+    sink = engine(**ONE)
+    source = {rank: interleaved(held) for rank, held in sink.items()}
+    runs = expand(plan_between(sink, source), [4, 5, 6, 7], [8, 9, 10, 11], (4, 4))[SOURCE]
+    assert listed(runs) == [(64, 128, 64), (320, 384, 64)]
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD", "HND-blocks-first", "NHD-cross-layer", "HND-packed"])

@@ -267,6 +267,18 @@ def test_a_member_starts_no_generation_while_another_has_a_rank(world):
     assert isinstance(as_stranger(world, home, join(anew, "evil/2")), RequestDone)
 
 
+def test_a_worker_that_has_just_gone_may_start_the_next_generation_first(world):
+    home = world.host("p0")
+    spec = spec_of("prefill", home=home.endpoint)
+    world.register(home, spec).close()
+    anew = join(changed(spec, generation=Generation("g2")), "evil/2")
+    reply = as_stranger(world, home, anew)
+    assert is_not_allowed(reply)
+    assert "may be back" in reply.message
+    world.advance(world.settings.member_silent_after_s + 1)
+    assert isinstance(as_stranger(world, home, anew), RequestDone)
+
+
 def test_the_only_member_of_an_engine_starts_its_next_generation(world):
     home = world.host("p0")
     spec = spec_of("prefill", home=home.endpoint)

@@ -543,6 +543,19 @@ def test_a_delivery_counts_every_piece(world, source, sink):
     assert reader.bytes == 3
 
 
+def test_a_pull_that_failed_hid_nothing_and_was_not_handed_over(world, source, sink):
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    mover.work()
+    extend(source, 8, TOKENS)
+    last = mover.started.popleft()
+    mover.say(mv.PullDone(pull=last.pull, outcome=mv.PullOutcome(delivered=False, code=Code.REGION_INVALID)))
+    assert sink.ended(ticket).code is Code.REGION_INVALID
+    record = record_of(sink)
+    assert (record.progressive, record.hidden_bytes, record.handover_s) == (True, 0, None)
+
+
 def test_both_daemons_show_how_far_a_transfer_is(world, source, sink):
     pull(sink, publish(source, ready=9))
     (transfer,) = source.host.node.snapshot().transfers

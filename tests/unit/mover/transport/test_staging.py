@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvxferd.errors import DeviceError
+from kvxferd.errors import DeviceError, ProtocolError
 from kvxferd.ids import AgentName
 from kvxferd.memory.driver import Rows
 from kvxferd.mover.transport import staging, staging_source
@@ -26,6 +26,7 @@ from kvxferd.wire.codec import encode
 from kvxferd.wire.mover import MoverWorn
 from kvxferd.wire.staging import (
     MAX_CHUNK_RUNS,
+    MAX_STAGING_MESSAGE_BYTES,
     STAMP_BYTES,
     ChunkReady,
     ChunkRefused,
@@ -547,6 +548,12 @@ def test_nonsense_changes_nothing(world: World, stranger: Stranger, note: bytes)
     stranger.say(note)
     world.run(handle)
     assert world.sink.segment.read(SLOT) == world.content[:SLOT]
+
+
+def test_a_message_that_is_longer_than_any_needs_to_be_is_not_decoded() -> None:
+    note = encode(ChunkRefused(number=1, message="x" * MAX_STAGING_MESSAGE_BYTES))
+    with pytest.raises(ProtocolError, match="the limit is"):
+        staging.decode_staging_message(note)
 
 
 def test_whoever_knows_a_sources_name_does_not_know_a_requests_number(world: World) -> None:
