@@ -13,7 +13,7 @@ from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds
 from kvxferd.wire.fd_batches import FdBatchAssembly, leading_fd_batches, start_of_last_batch
 from kvxferd.wire.framing import FrameDecoder, encode_frame
-from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_FDS_PER_FRAME
+from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_FDS_PER_FRAME, MAX_NAME_CHARS
 
 
 def test_a_frame_without_its_last_bytes_is_none() -> None:
@@ -114,6 +114,15 @@ def test_a_request_whose_ids_had_no_room_is_refused() -> None:
     with pytest.raises(BusyError, match="has all the room that it may"):
         assembly.complete(REST, 2)
     assert assembly.complete(REST, 0) == REST
+
+
+def test_a_part_may_be_of_a_group_with_the_longest_name_and_of_none_longer() -> None:
+    assembly = BlockIdAssembly()
+    longest = GroupName("x" * MAX_NAME_CHARS)
+    assembly.add(BlockIds(stream=2, group=longest, offset=0, ids=b"ids-"))
+    assert assembly.complete({}, 2)[longest].ids == b"ids-"
+    with pytest.raises(ProtocolError, match="groups for one request"):
+        assembly.add(BlockIds(stream=3, group=GroupName(longest + "x"), offset=0, ids=b"ids-"))
 
 
 def test_a_part_that_comes_twice_behind_another_is_refused() -> None:
