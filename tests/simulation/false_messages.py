@@ -66,7 +66,9 @@ class Between:
         self._kernel, self._asking = kernel, asking
         self.hosts = {asking, other}
         self.open = set[int]()
-        self.num_asked = 0
+        self.num_hellos = 0
+        self.was_false = False  # something that was sent since `false` was set
+        self.may_know = False  # the one that asks waited for a lost reply as the two were parted
         self._heard_at = kernel.now  # what was asked before may be on its way
 
     def change(self, sender: str, payload: bytes) -> bytes:
@@ -74,11 +76,13 @@ class Between:
         tree = msgspec.msgpack.decode(payload)
         if sender == self._asking and tree["t"] in REQUESTS:
             self.open.add(tree["request"])
-            self.num_asked += 1
+            self.num_hellos += tree["t"] == "PeerHello"
         elif sender != self._asking and tree["t"] not in REQUESTS and tree["request"] in self.open:
             self.open.discard(tree["request"])
             self._heard_at = self._kernel.now
-        return self.false.applied(payload) if self.false else payload
+        changed = self.false.applied(payload) if self.false else payload
+        self.was_false |= changed != payload
+        return changed
 
     @property
     def is_quiet(self) -> bool:

@@ -623,8 +623,9 @@ class Worker:
                 self.world.after(1.0, look)
                 return
             began = max(transfer.published_at, transfer.added_at, *transfer.prepared.values())
-            # Whoever reads it holds it by a lease of the daemon's.
-            left_s = max(began + transfer.lease_s, transfer.last_read + LEASE_S) - now
+            # Whoever reads it holds it by a lease of the daemon's. Its own runs anew as a grant is given back.
+            longest_s = max(LEASE_S, transfer.lease_s)
+            left_s = max(began + transfer.lease_s, transfer.last_read + longest_s) - now
             if self.world.daemons[self.node].is_dead:
                 self._expect_own_release(transfer)
             if left_s > 0:
@@ -632,8 +633,7 @@ class Worker:
                 return
             nodes = tuple(self.world.node_names)
             text = f"{transfer.transfer_id} of {self.engine.reader} is not released after its lease"
-            within_s = max(LEASE_S, transfer.lease_s) + 4.0  # it runs anew as a reader gives its grant back
-            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), within_s, is_met, SOON_S)
+            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), longest_s + 4.0, is_met, SOON_S)
 
         self.world.after(transfer.lease_s, look)
 
