@@ -623,7 +623,7 @@ class Worker:
                 self.world.after(1.0, look)
                 return
             began = max(transfer.published_at, transfer.added_at, *transfer.prepared.values())
-            # Whoever reads it holds it by a lease of the daemon's. Its own runs anew as a grant is given back.
+            # Whoever reads it holds it by a lease of the daemon's. Its own runs anew as a grant is returned.
             longest_s = max(LEASE_S, transfer.lease_s)
             left_s = max(began + transfer.lease_s, transfer.last_read + longest_s) - now
             if self.world.daemons[self.node].is_dead:
