@@ -9,6 +9,7 @@ import pytest
 from kvxferd.config import PeerConfig
 from kvxferd.core import events as ev
 from kvxferd.core.context import CALLS_PER_TICK
+from kvxferd.core.limits.table import GRANTS
 from kvxferd.core.source.grants import GrantServer
 from kvxferd.core.source.manifests import HandshakeServer
 from kvxferd.errors import Code
@@ -167,6 +168,19 @@ def test_a_reader_that_waits_keeps_its_movers_polling_though_a_grant_of_its_name
     assert len(node.waiting) == 1
     world.advance(world.settings.polling_linger_s + 0.1)
     assert first_mover.attended
+
+
+def test_a_request_that_is_refused_as_busy_waits_no_more(world):
+    world.hold_network = True
+    source = world.register(world.host("p"), spec_of("prefill"))
+    node = source.host.node
+    ref = source.publish("t", IDS, TOKENS)
+    node.context.ledger[GRANTS].limit = 0
+    send(world, source, grant_request(ref, 1, node.sessions[source.session].rank.agent))
+    (refused,) = [m for e in world.network if isinstance(m := PEER_MESSAGES.decode(e.payload), PeerRefused)]
+    assert refused.code is Code.BUSY
+    assert not len(node.waiting)
+    assert not node.waiting._share.held
 
 
 def test_a_mover_that_a_grant_reads_no_more_may_stop_polling(world):
