@@ -145,3 +145,17 @@ def test_a_part_is_no_more_runs_than_are_expanded_at_a_time() -> None:
         num_runs = [sum(len(one.remote) * one.form.num_copies for one in part.stretches) for part in parts]
         assert max(num_runs) <= max(64, max_runs), "a block is 64 runs"
         assert sum(num_runs) == 12 * 64
+
+
+def test_of_what_does_not_repeat_a_part_is_as_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stretches, "MAX_FORMS", 0)
+    apart = blocks(range(0, 16, 2))  # no run goes on in the next block
+    request = CoverExpander(plan_between(engine(layout="NHD"), engine())).prepare(apart, apart)
+    assert request is not None
+    bases = {KV: 1_000_000}, {SOURCE: {KV: 2_000_000}}
+    for max_runs in (64, 130, 1 << 20):
+        parts = [part[SOURCE] for part in request.parts(*bases, max_runs=max_runs)]
+        assert not any(part.stretches for part in parts)
+        num_runs = [sum(len(runs.remote) for runs in part.runs) for part in parts]
+        assert max(num_runs) <= max_runs
+        assert sum(num_runs) == 8 * 64
