@@ -68,6 +68,17 @@ def test_a_peer_that_is_read_from_keeps_its_place() -> None:
     assert all(isinstance(first.ended(ticket), wk.TicketDelivered) for ticket in tickets)
 
 
+def test_whoever_reads_from_more_peers_takes_no_idle_one_of_another_user() -> None:
+    world = world_of()
+    first, second = two_users(world)
+    mover_of(first).hold = True
+    own = sources_of(world, 2, "own")
+    assert [delivers(source, second, f"t{n}") for n, source in enumerate(own)] == [True] * 2
+    tickets = [first.pull(s.publish("t", IDS, TOKENS), SINK_IDS, TOKENS) for s in sources_of(world, 8)]
+    assert first.ended(tickets[-1]).code is Code.BUSY
+    assert {source.host.endpoint for source in own} <= first.host.node.peers.endpoints()
+
+
 def test_a_peer_that_two_users_wait_for_is_not_given_up_for_a_third() -> None:
     world = world_of()
     first, second = two_users(world)
