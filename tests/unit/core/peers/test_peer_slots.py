@@ -68,6 +68,16 @@ def test_a_peer_that_is_read_from_keeps_its_place() -> None:
     assert all(isinstance(first.ended(ticket), wk.TicketDelivered) for ticket in tickets)
 
 
+def test_an_idle_peer_makes_room_for_the_next() -> None:
+    world = world_of(max_peers=2)
+    sink = world.register(world.host("d"), spec_of("decode"))
+    sources = sources_of(world, 4)
+    assert [delivers(source, sink, "t") for source in sources] == [True] * 4
+    node = sink.host.node
+    assert node.peers.endpoints() <= {source.host.endpoint for source in sources[2:]}
+    assert node.peers._peer_share.held == len(node.peers.endpoints())
+
+
 def test_whoever_reads_from_more_peers_takes_no_idle_one_of_another_user() -> None:
     world = world_of()
     first, second = two_users(world)

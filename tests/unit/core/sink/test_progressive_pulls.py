@@ -372,6 +372,7 @@ def test_a_source_whose_mover_is_replaced_is_read_on_through_the_new_one(world, 
     extend(source, 8, TOKENS)
     world.advance(3)
     check_delivered(sink, ticket)
+    assert record_of(sink).retried
 
 
 def test_pieces_of_an_earlier_publish_are_read_anew(world, source, sink):
