@@ -127,7 +127,7 @@ def _other_block(ids: list[int]) -> int:
     return next(block for block in range(len(ids) + 1) if block not in ids)
 
 
-Wrong = dict[str, tuple[Code, Change]]
+Wrong = dict[str, tuple[Code | Callable[[], Code], Change]]
 OF_BOTH: Wrong = {
     "a block twice": (INVALID, _with_ids(lambda ids: [*ids[: max(1, len(ids) - 1)], ids[0]])),
     "a block that there is not": (INVALID, _with_ids(lambda ids: [*ids[:-1], 1 << 20])),
@@ -442,7 +442,12 @@ class Blunders:
         def pull(code: Code, text: str) -> None:
             is_granted = code is not TAKEN and false.name in ("GrantRequest", "GrantReply")
             used = ref if is_granted else replace(ref, nonce="0" * 32)
-            self._check_call(reader, transfer, "pull", {text: (code, lambda call: call._replace(ref=used))})
+
+            def expected() -> Code:
+                return TAKEN if between.may_know and not between.was_false else code  # it had nothing to ask
+
+            wrong: Wrong = {text: (expected, lambda call: call._replace(ref=used))}
+            self._check_call(reader, transfer, "pull", wrong)
 
         if false.code is Code.SHAPE_MISMATCH:
             if not self._part(between):
@@ -451,11 +456,7 @@ class Blunders:
         if not self._part(between, false):
             return
         if false.code not in (ARRIVES, UNHEARD):
-            try:
-                pull(false.code, false.described)
-            except Violation:
-                if between.was_false or not between.may_know:  # else it had nothing to ask
-                    raise
+            pull(false.code, false.described)
             return
         if (new := source.publish(1, grows=False)) is not None:
             new.lease_s, new.is_of_liar = UNHEARD_S, True
@@ -469,7 +470,8 @@ class Blunders:
     def _part(self, between: Between, false: FalseMessage | None = None) -> bool:
         """Break what joins two daemons: they know nothing of each other, and something is false from then.
 
-        Not where one asks the other again and again, which keeps what it knows; return whether it was done.
+        `Between.may_know` says where one may know something still. Not where one asks the other again and
+        again; return whether it was done.
         """
         between.false = None
         if not self._wait(lambda: between.is_quiet, QUIET_WITHIN_S):
@@ -500,8 +502,10 @@ class Blunders:
         else:
             self._world.kernel.spawn(f"stranger at {by}", partial(run, answers), uid=uid)
         self._wait(lambda: False, settle_s)
+        self._wait(lambda: bool(answers), ANSWER_S)
+        code = code() if callable(code) else code
         codes = [*code] if isinstance(code, tuple) else [code]
-        if not self._wait(lambda: bool(answers), ANSWER_S) or answers != codes:
+        if answers != codes:
             raise Violation(Check.REFUSED, f"{what}: {answers}, not {codes}")
 
     def _call(self, worker: Worker, what: str, call: Call, answers: list[object]) -> None:

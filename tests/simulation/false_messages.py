@@ -67,8 +67,8 @@ class Between:
         self.hosts = {asking, other}
         self.open = set[int]()
         self.num_hellos = 0
-        self.was_false = False  # something that was sent since `false` was set
-        self.may_know = False  # the one that asks waited for a lost reply as the two were parted
+        self.was_false = False  # whether a message was changed since `false` was set
+        self.may_know = False  # the one that asks sent a hello at once: what was open kept what it knew
         self._heard_at = kernel.now  # what was asked before may be on its way
 
     def change(self, sender: str, payload: bytes) -> bytes:

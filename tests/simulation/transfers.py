@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.simulation.worker import Worker
 
 REGISTER_S, LATE_REGISTER_S = 2.0, 20.0
+RETURN_S = 0.5  # after which a pull's failure is known on each side
 MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer, and a progressive pull waits for its source
 LEASE_S = 8.0  # of a transfer that names none, and of a grant
 
@@ -67,9 +68,15 @@ class Transfer:
     pulls: list[Pull] = field(default_factory=list)
     prepared: dict[Worker, float] = field(default_factory=dict)  # since when, by ranks that have not pulled
     last_read: float = 0.0  # when a pull of it has last ended
+    last_returned: float = 0.0  # when one that failed gave its grant back, and the lease ran anew
     is_read_early: bool = False  # each pull of it is progressive
     at_delivery: Callable[[Worker], None] = lambda worker: None  # as a rank hears that it has it
     last_step_s: float = 0.0  # from the step before to the last one, on each rank; 0: it is drawn
+
+    def grant_returned(self, now: float) -> None:
+        """Note that a pull gives its grant back: it failed, or its doubt has ended."""
+        if now < self.published_at + MAX_HOLD_S + RETURN_S:
+            self.last_returned = now
 
     @property
     def name(self) -> tuple[EngineId, Generation, TransferId]:

@@ -623,9 +623,9 @@ class Worker:
                 self.world.after(1.0, look)
                 return
             began = max(transfer.published_at, transfer.added_at, *transfer.prepared.values())
-            # Whoever reads it holds it by a lease of the daemon's. Its own runs anew as a grant is returned.
-            longest_s = max(LEASE_S, transfer.lease_s)
-            left_s = max(began + transfer.lease_s, transfer.last_read + longest_s) - now
+            # Whoever reads it holds it by a lease of the daemon's. As a grant is returned, its own runs anew.
+            until = transfer.last_read + LEASE_S, transfer.last_returned + transfer.lease_s
+            left_s = max(began + transfer.lease_s, *until) - now
             if self.world.daemons[self.node].is_dead:
                 self._expect_own_release(transfer)
             if left_s > 0:
@@ -633,7 +633,8 @@ class Worker:
                 return
             nodes = tuple(self.world.node_names)
             text = f"{transfer.transfer_id} of {self.engine.reader} is not released after its lease"
-            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), longest_s + 4.0, is_met, SOON_S)
+            within_s = max(LEASE_S, transfer.lease_s) + 4.0  # it runs anew as a rank dies that reads it
+            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), within_s, is_met, SOON_S)
 
         self.world.after(transfer.lease_s, look)
 
@@ -942,6 +943,8 @@ class Worker:
         self.graves.append(self.store)
         self.store = None
         for pull in list(self.pulls.values()):
+            if pull.ended == "in-doubt" and not pull.is_quiesced:
+                pull.transfer.grant_returned(self.world.kernel.now)
             pull.is_quiesced = True  # nobody has the memory
         self.world.after(self.world.rng.choice((0.0005, 0.002, 0.05, 0.5)), self.do, self.resume)
 
@@ -1014,6 +1017,8 @@ class Worker:
             pull.transfer.prepared.pop(self, None)
         world.open_pulls.pop(pull, None)
         pull.transfer.last_read = now
+        if how == "failed":
+            pull.transfer.grant_returned(now)
         self._note_end(event)
         if isinstance(event, client.Delivered):
             self._check_delivered(pull, event)
@@ -1146,6 +1151,7 @@ class Worker:
             )
             return
         pull.is_quiesced = True
+        pull.transfer.grant_returned(self.world.kernel.now)
         self._check_event(pull, event)
         self._free(pull)
 

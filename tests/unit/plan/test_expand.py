@@ -36,7 +36,7 @@ def test_blocks_merge_where_both_sides_go_on(
 
 
 def test_a_rank_that_holds_all_tokens_has_them_in_order_whatever_its_interleave_is() -> None:
-    """With one shard it is no multiple of anything: here lists begin inside it."""
+    """The interleave of a single shard means nothing: both lists begin at token 4, inside one of 16."""
 
     def interleaved(held: tuple[EngineSpec, RankLayout]) -> tuple[EngineSpec, RankLayout]:
         (group,) = held[1].groups

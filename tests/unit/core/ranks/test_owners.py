@@ -267,7 +267,7 @@ def test_a_member_starts_no_generation_while_another_has_a_rank(world):
     assert isinstance(as_stranger(world, home, join(anew, "evil/2")), RequestDone)
 
 
-def test_a_worker_that_has_just_gone_may_start_the_next_generation_first(world):
+def test_no_daemon_starts_a_generation_while_a_worker_that_has_just_gone_may_be_back(world):
     home = world.host("p0")
     spec = spec_of("prefill", home=home.endpoint)
     world.register(home, spec).close()

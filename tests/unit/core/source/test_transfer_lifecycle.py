@@ -98,6 +98,16 @@ def test_a_lease_that_nobody_reads_expires_and_not_before(world, source, ref):
     assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
+def test_a_delivery_to_one_of_two_readers_renews_no_lease(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS, num_readers=2)
+    world.advance(20.0)
+    assert sink.reads(ref)
+    world.advance(9.9)
+    assert not source.received(wk.Released)
+    world.advance(0.2)
+    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
+
+
 def test_a_grant_of_a_reader_that_is_gone_ends_while_another_reads(world, source, sink):
     """Until then the source's movers poll for it, and its share of the peer's grants is taken."""
     ref = source.publish("t1", IDS, TOKENS, num_readers=2)
