@@ -96,7 +96,7 @@ def _wrong_in_release(record: ReleaseRecord, heard: Heard) -> Iterator[str]:
     what = f"the record of {record.engine_id}'s {record.transfer_id}"
     whys = heard.releases.get((record.engine_id, record.transfer_id), {record.why})
     # A client that was cut off has ended its transfers by itself, or hears of their end without its reason.
-    unheard = {Code.RANK_LOST, Code.SUSPENDED, Code.CANCELLED}
+    unheard = {Code.RANK_LOST, Code.SUSPENDED, Code.CANCELLED, Code.ABANDONED}
     is_lost = record.why in unheard and whys == {Code.LEASE_EXPIRED}
     is_cut_off = is_lost or record.why == Code.PUBLISHER_GONE
     own_acts = {Code.RELEASED, Code.UNPUBLISHED, Code.SUSPENDED}  # a daemon that stood still heard too late
