@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvxferd.core.ranks.rank import TRANSITIONS, RankState, RankTrigger
@@ -55,6 +56,19 @@ def test_a_request_of_a_session_that_is_no_rank_is_refused_and_ends_nothing(worl
     assert (other.ended(ticket).code, other.ended(ticket).safe_to_reuse) == (Code.OUT_OF_PLACE, True)
     assert [(m.request, m.code) for m in other.received(wk.Refused)] == [(2, Code.OUT_OF_PLACE)]
     assert other.connected
+
+
+def test_a_rank_wakes_with_all_regions_of_its_layout_and_with_none_of_them_changed(world: World) -> None:
+    rank = world.register(world.host("p"), spec_of("e"))
+    rank.say(wk.Suspend())
+    assert rank.received(wk.Suspended)
+    (export,) = rank.exports()
+    for number, regions in enumerate([(), (msgspec.structs.replace(export, size_bytes=1),)]):
+        rank.say(wk.Resume(request=2 + number, regions=regions, incarnation="second"))
+    assert [m.code for m in rank.received(wk.Refused)] == [Code.REGION_INVALID] * 2
+    num_registered = len(rank.received(wk.Registered))
+    rank.resume(request=4)
+    assert len(rank.received(wk.Registered)) == num_registered + 1
 
 
 def test_an_acknowledgement_behind_a_refused_registration_ends_nothing(world: World) -> None:
