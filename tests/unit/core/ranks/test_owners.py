@@ -10,6 +10,7 @@ import pytest
 from kvxferd.client.session import RETRIED_ON_REREGISTER
 from kvxferd.core import events as ev
 from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.limits.table import EARLY_READY, OWNED_RANKS, RETRY_LATER_S
 from kvxferd.core.peers.remote_engine import manifest_bytes
 from kvxferd.core.ranks import owners as core_owners
@@ -370,6 +371,14 @@ def test_a_rank_that_has_left_is_its_daemons_for_seconds_and_an_earlier_join_of_
     assert not [owner for *_, owner in home.node.owners.saved_ranks() if owner == record.owner]
     world.advance(world.settings.member_silent_after_s + 1)
     assert isinstance(as_stranger(world, home, join(stages[1].spec)), RequestDone)
+
+
+def test_who_has_left_is_saved_at_once(world, stages):
+    home, record, secret = stages[0].host, record_of(stages[0].host), stages[1].host.node.member._secret
+    of = {"engine_id": KEY.engine_id, "generation": "g1", "rank": SECOND, "secret": secret}
+    left = LeaveRank(request=record.request + 1, boot=record.boot, **of)
+    effects = home.node.feed(ev.PeerRequest(record.route, left, record.key), world.now)
+    assert any(isinstance(effect, SaveOwnerships) for effect in effects)
 
 
 def test_nobody_here_takes_an_engine_of_other_nodes_that_is_to_come_back(world, stages):

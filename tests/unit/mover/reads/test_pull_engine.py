@@ -443,3 +443,7 @@ def test_the_word_waits_for_parts_that_are_not_expanded() -> None:
     assert not pull.needs_fence_read
     pull.expand_next_part()
     assert pull.needs_fence_read
+    pull.queue_s, pull.started = 0.0, True
+    assert pull.phase == "wire"
+    pull.fence_posted_at = 1.0
+    assert pull.phase == "fence"
