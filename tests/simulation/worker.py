@@ -887,7 +887,8 @@ class Worker:
         self.world.expectations.expect(
             Check.CANCELLED,
             f"pull {pull.ticket.number} of {self.name} is cancelled, and does not end",
-            (self.process, ("daemon", self.node)),
+            # Its reads end no sooner than those whom it reads from go on.
+            (self.process, ("daemon", self.node), *pull.transfer.publisher.engine.shape.nodes),
             within_s,
             lambda: bool(pull.ended) or not self.is_alive,
             SOON_S,
