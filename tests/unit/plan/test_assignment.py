@@ -17,6 +17,15 @@ def test_the_lowest_holder_where_none_is_high_enough() -> None:
     assert fragments[0].rank == Rank(0, 0)
 
 
+def test_what_one_rank_holds_is_one_fragment_though_another_holds_a_part_of_it() -> None:
+    holdings = (
+        RankShare(Rank(0, 0), (UnitRange(0, 3),), TokenShard()),
+        RankShare(Rank(0, 1), (UnitRange(1, 2),), TokenShard()),
+    )
+    fragments, _ = assign_units((UnitRange(0, 3),), TokenShard(), holdings, 0)
+    assert [(f.rank.tp_rank, f.first_unit, f.num_units) for f in fragments] == [(0, 0, 3)]
+
+
 def test_fragments_join_only_where_both_sides_go_on() -> None:
     """Units 0, 5, 1 here; 0 and 1 lie side by side there, but not here."""
     ours = (UnitRange(0, 1), UnitRange(5, 6), UnitRange(1, 2))
